@@ -38,9 +38,9 @@ def given(rows: int, kv_heads: int, group: int, n: int, dim: int, turned: int) -
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_kernel_sums_as_torch_does(shape: tuple[int, ...], interleaved: bool) -> None:
     query, key, weight, number, cos, sin = (x.to(DEVICE) for x in given(*shape))
-    found = moments_triton.sums(moments.Looked(query, key, weight, number, (cos, sin), 1e4, interleaved))
+    found = moments_triton.sums(moments.PromptSample(query, key, weight, number, (cos, sin), 1e4, interleaved))
     query, key, weight, number, cos, sin = (x.cpu() for x in (query, key, weight, number, cos, sin))
-    want = moments.sums(moments.Looked(query, key, weight, number, (cos, sin), 1e4, interleaved))
+    want = moments.sums(moments.PromptSample(query, key, weight, number, (cos, sin), 1e4, interleaved))
     size = want.abs().amax((0, 1, 3), keepdim=True).clamp(min=1e-6)
     torch.testing.assert_close(found.cpu() / size, want / size, rtol=1e-4, atol=2e-5)
 
@@ -50,8 +50,8 @@ def test_the_kernel_sums_as_torch_does(shape: tuple[int, ...], interleaved: bool
 def test_the_loops_sum_as_torch_does(shape: tuple[int, ...], interleaved: bool) -> None:
     moments_numba = pytest.importorskip("kvstrata.hf.moments_numba")
     query, key, weight, number, cos, sin = given(*shape)
-    looked = moments.Looked(query, key, weight, number, (cos, sin), 1e4, interleaved)
-    found, want = moments_numba.sums(looked), moments.sums(looked)
+    sample = moments.PromptSample(query, key, weight, number, (cos, sin), 1e4, interleaved)
+    found, want = moments_numba.sums(sample), moments.sums(sample)
     size = want.abs().amax((0, 1, 3), keepdim=True).clamp(min=1e-6)
     torch.testing.assert_close(found / size, want / size, rtol=1e-4, atol=2e-5)
 

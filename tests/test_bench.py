@@ -187,7 +187,7 @@ def test_an_error_of_a_kernel_is_the_contenders_own():
 
 def test_wrong_names_are_said():
     bench = Bench({"copy": lambda i: None}, lambda name, i: None, lambda name, i, out: None, "copy", "copy")
-    assert "belong to the probes" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
+    assert "reserved for probes" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
     bench.contenders = {"a": lambda i: None}
     assert "not among the contenders" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
     with pytest.raises(ValueError, match=r"no case matches 'none\*'; there are: fp32-64, fp32-256"):

@@ -251,7 +251,7 @@ def test_prompts_leave_room_for_their_token(monkeypatch):
 
 def test_cases_of_a_late_engine_are_kept(monkeypatch):
     def late(command, seconds):
-        raise child.Late("took more than 1 s and was ended", f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\n")
+        raise child.Late("took more than 1 s and was killed", f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\n")
 
     monkeypatch.setattr(child, "run", late)
     assert bench.measure(bench.OURS, []) == ({"vllm": "x"}, None)

@@ -335,7 +335,7 @@ def test_what_append_refuses() -> None:
         (lambda: cache.append(0, k, v, seq_lens=[-1, 11]), ValueError, "seq_lens: expected"),
         (lambda: cache.append(0, k[None], v[None], seq_lens=[10]), ValueError, "seq_lens: expected None"),
         (lambda: cache.append(0, k, v, requests=[2]), ValueError, "requests: expected numbers below 2"),
-        (lambda: cache.append(0, k, v, requests=[0, 0], seq_lens=[5, 5]), ValueError, "requests: expected 2 different"),
+        (lambda: cache.append(0, k, v, requests=[0, 0], seq_lens=[5, 5]), ValueError, "requests: expected 2 distinct"),
         (lambda: cache.append(0, k, v, requests=[0, 1]), ValueError, r"requests: expected 1, .* come with seq_lens"),
         (lambda: cache.append(0, k, v, requests="a"), ValueError, "requests: expected whole numbers, got 'a'"),
         (lambda: cache.append(0, k, v, seq_lens=["a"]), ValueError, r"seq_lens: expected whole numbers, got \['a'\]"),

@@ -65,7 +65,7 @@ def test_a_mass_with_a_gradient_is_a_mass() -> None:
 def test_ragged_requests_say_how_many_queries() -> None:
     cache = make(max_requests=2, budget=0.25)
     k, v = rows(900)
-    with pytest.raises(ValueError, match="queries: expected how many"):
+    with pytest.raises(ValueError, match="queries: expected the number of queries in mass"):
         cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600))
     cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600), queries=64)
     cache.check()

@@ -191,7 +191,7 @@ def test_bad_input_is_named() -> None:
     for call, message in [
         (lambda: cache.advance([2]), r"requests: expected one of \(0, 1\), got 2"),
         (lambda: cache.advance([0, 0]), "requests: expected each once"),
-        (lambda: cache.advance(), "max_tokens: expected at least 17, for one token more, got 16"),
+        (lambda: cache.advance(), "max_tokens: expected at least 17, for one more token, got 16"),
         (lambda: cache.write(2, k, v), "layer: expected"),
         (lambda: cache.write(0, k[:, :1], v), "k: expected"),
         (lambda: cache.write(0, k, v[:1]), "v: expected shape"),

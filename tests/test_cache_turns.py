@@ -9,7 +9,7 @@ import torch
 from cache_model import make, rows
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
-from kvstrata.cache.policy import turns
+from kvstrata.cache.policy import schedule
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 OPTIONS = dict(budget=0.3, recent_tokens=20, sink_tokens=4, settle_every=24, tiers=("K4V4", "K2V2"))
@@ -38,10 +38,10 @@ def step(cache: TieredCache, requests: list[int], number: int) -> None:
 
 
 def test_phases_cover_the_period_in_order() -> None:
-    assert turns.phases(32, 60).tolist() == np.repeat([0, 7, 15, 22, 30, 37, 45, 52], 4).tolist()
-    assert turns.phases(2, 24).tolist() == [0, 12]
-    assert turns.phases(3, 2).tolist() == [0, 0, 1]
-    assert turns.phases(1, 1).tolist() == [0]
+    assert schedule.phases(32, 60).tolist() == np.repeat([0, 7, 15, 22, 30, 37, 45, 52], 4).tolist()
+    assert schedule.phases(2, 24).tolist() == [0, 12]
+    assert schedule.phases(3, 2).tolist() == [0, 0, 1]
+    assert schedule.phases(1, 1).tolist() == [0]
 
 
 def test_layers_settle_in_turns() -> None:

@@ -41,7 +41,7 @@ def test_other_files_are_refused(tmp_path):
         calibration().save(tmp_path / "none" / "c")
     path = tmp_path / "c"
     path.write_bytes(b"not a file of tensors")
-    with pytest.raises(ValueError, match="is none"):
+    with pytest.raises(ValueError, match="is not one"):
         Calibration.load(path)
     save_file({"x": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="version"):

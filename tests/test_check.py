@@ -259,7 +259,7 @@ def test_a_sweep_in_a_process_of_its_own():
     assert step.verdict == "FAILED"
     assert all(error.startswith("seed ") for error in step.errors)
     (late,) = check.watch_sweep("replay", "reference", 6, 3, math.inf, 0.0).errors
-    assert "was ended" in late
+    assert "was killed" in late
 
 
 @pytest.mark.parametrize(

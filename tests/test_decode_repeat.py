@@ -40,7 +40,7 @@ def queries(rows: int, q_len: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def again(q: torch.Tensor, cache: TieredCache, *given) -> torch.Tensor | None:
-    return None if cache._decoded is None else cache._decoded.again(q, cache, *given)
+    return None if cache._decoded is None else cache._decoded.repeat(q, cache, *given)
 
 
 def fails(*given, **named):

@@ -112,10 +112,10 @@ def test_prefill(under: Callable) -> None:
 def test_mass_of_a_prompt(under: Callable) -> None:
     query, key = queries(1, 4, 20, 32), queries(1, 2, 20, 32)
     position = torch.arange(20, device=DEVICE)[None]
-    asking = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
+    is_token = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
 
     def call() -> tuple[torch.Tensor, ...]:
-        return (prompt_mass(query, key, position, position[None], asking, Logits(0.2), 8),)
+        return (prompt_mass(query, key, position, position[None], is_token, Logits(0.2), 8),)
 
     same(under(call), call())
 

@@ -13,7 +13,7 @@ import torch
 
 from conftest import HAS_GPU
 from kvstrata import Format
-from kvstrata.engines import packed, rehearsal
+from kvstrata.engines import packed, warmup
 from kvstrata.engines.batch import make_batch, runs, split
 from kvstrata.engines.options import BLOCK_SIZES, HEAD_DIMS, Options, heads_of_rank, layer_index
 from kvstrata.engines.packed import PackedLayer
@@ -356,15 +356,15 @@ def test_unfinished_pages_are_exact_with_a_tail():
 
 
 @pytest.mark.parametrize("tail", [None, tail_of(5, 2, 64, 64, torch.float32)], ids=["plain", "tail"])
-def test_rehearsed_steps_run_and_leave_no_trace(tail):
+def test_warmup_steps_run_and_leave_no_trace(tail):
     layer = PackedLayer(Options("K4V4"), 4, 2, 64, 0.125)
     layer.tail = tail
     small = [[(20, 20), (40, 40)], [(20, 84), (40, 40)], [(1, 70), (1, 9)], [(3, 70), (16, 64)]]
-    rehearsal.run_steps(layer, 4, 16, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16, DEVICE, small)
+    warmup.run_steps(layer, 4, 16, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16, DEVICE, small)
     assert layer.tail is tail
     assert all(x.isnan().all() for x in tail or ())
     if DEVICE.type == "cpu":
-        rehearsal.rehearse(layer, 4, 64, torch.float32, DEVICE)  # nothing to do
+        warmup.warm_up(layer, 4, 64, torch.float32, DEVICE)  # nothing to do
 
 
 def test_a_decode_step_is_one_call_into_the_engines_output(monkeypatch):

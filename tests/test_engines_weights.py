@@ -191,7 +191,7 @@ def test_weights_that_are_quantised_give_a_centre_alone():
 
 def test_modules_that_are_left_alone():
     module = Attention(bias=False)
-    assert of(module) == (None, "its weights ask for none")
+    assert of(module) == (None, "its weights need none")
     assert of(module, heads=HEADS * 2)[1] == "no projection with as many heads was found"
     module.qkv_proj.weight.data[0, 0] = torch.nan
     assert of(module)[1] == "its weights are not finite"

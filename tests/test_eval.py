@@ -200,6 +200,32 @@ def test_results_come_back_and_a_run_goes_on(tmp_path: Path) -> None:
         results.load(tmp_path / "quality.json")
 
 
+def test_rows_of_another_revision_are_measured_again() -> None:
+    net, ids = model(), tokens(120)
+    machine = {"name": "x", "date": "2026-01-01T00:00Z", "revision": "a" * 40}
+    state = results.Quality(machine, "tiny", ["text"])
+    half, third = contenders.strata(0.5, **OPTIONS), contenders.strata(0.3, **OPTIONS)
+    depth = {"lengths": [220], "depths": [0.5], "asked": 1}
+    quality.run(net, ids, [half, third], state, prompt=60, chunk=20)
+    quality.run_needles(net, Letters(), "hay " * 200, [half], state, **depth)
+
+    ran: list[str] = []
+    state.machine = machine | {"date": "2026-01-02T00:00Z"}  # the same revision: the run continues
+    quality.run(net, ids, [half, third], state, prompt=60, chunk=20, tick=lambda name, n: ran.append(name))
+    quality.run_needles(net, Letters(), "hay " * 200, [half], state, **depth, tick=lambda name, n: ran.append(name))
+    assert ran == []
+
+    state.machine = machine | {"date": "2026-01-03T00:00Z", "revision": "b" * 40}
+    quality.run(net, ids, [half], state, prompt=60, chunk=20, tick=lambda name, n: ran.append(name))
+    quality.run_needles(net, Letters(), "hay " * 200, [half], state, **depth, tick=lambda name, n: ran.append(name))
+    assert ran.count("16 bit") == ran.count("kvstrata") == 4  # three chunks and a needle each
+    old, new = "revision aaaaaaaaaa, 2026-01-01", "revision bbbbbbbbbb, 2026-01-03"
+    assert [(row.budget, row.measured) for row in state.rows] == [(None, new), (0.5, new), (0.3, old)]
+    assert [needle.measured for needle in state.needles] == [new, new]
+    assert "revisions bbbbbbbbbb, aaaaaaaaaa, 2026-01-01 to 2026-01-03" in render.table(state, {}).document()
+    assert new in render.table(state, {"table": "needles"}).document()
+
+
 def test_a_peer_that_fails_is_named_and_the_rest_goes_on() -> None:
     def broken(config: object, rows: int, length: int) -> object:
         raise RuntimeError("no kernel for 3 bits\nand more")

@@ -98,7 +98,7 @@ def test_options_override_arguments_of_a_file(tmp_path: Path) -> None:
 
 def test_kernels_are_compiled_before_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """`warmup` for a cache as the model's first forward makes it; that forward asks for the same kernels."""
-    from kvstrata.attention import ahead
+    from kvstrata.attention import cache_warmup
     from kvstrata.hf import cache as module
 
     asked = []
@@ -107,7 +107,7 @@ def test_kernels_are_compiled_before_the_first_forward(monkeypatch: pytest.Monke
         asked.append((tiered.formats, tiered.dtype, tiered.max_tokens, heads))
         return []
 
-    monkeypatch.setattr(ahead, "load_kernels", note)
+    monkeypatch.setattr(cache_warmup, "load_kernels", note)
     monkeypatch.setattr(module, "load_kernels", note)
     model = make("llama")
     cache = StrataCache(model.config, **SMALL)

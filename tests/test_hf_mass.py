@@ -40,10 +40,10 @@ def test_a_query_that_sees_nothing_gives_no_mass(by: str, monkeypatch: pytest.Mo
     use(by, monkeypatch)
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 1, 4, 16)
     q[:, :, 0] = torch.nan
-    asking = torch.tensor([[False, True, True, True]])
+    is_token = torch.tensor([[False, True, True, True]])
     position = torch.tensor([[-1, 0, 1, 2]])
     column = torch.tensor([[[-1, -1, 1, 2]]])  # the token of query 1 is gone
-    given = prompt_mass(q, k, position, column, asking, Logits(0.3), 4)
+    given = prompt_mass(q, k, position, column, is_token, Logits(0.3), 4)
     torch.testing.assert_close(given.sum(), torch.tensor(4.0))
     assert not given[..., :2].any()
 
@@ -76,15 +76,15 @@ def test_prompt_mass_is_that_of_softmax(by: str, monkeypatch: pytest.MonkeyPatch
         column_position = column_position.sort(-1).values
     column_position[torch.rand(2, 2, 13) < 0.3] = -1
     visible = (column_position >= 0).unsqueeze(2) & (column_position.unsqueeze(2) <= query_position[:, None, :, None])
-    asking = query_position >= 0
+    is_token = query_position >= 0
     scores = 1.5 * torch.tanh(q @ k.repeat_interleave(3, 1).mT * 0.3 / 1.5)
     scores = scores.masked_fill(~visible.repeat_interleave(3, 1), -torch.inf)
     weights = torch.cat([scores, sinks.view(1, 6, 1, 1).expand(2, -1, 9, 1)], -1).softmax(-1)[..., :13]
-    expected = (weights * asking[:, None, :, None]).unflatten(1, (2, 3)).sum((2, 3))
-    given = prompt_mass(q, k, query_position, column_position, asking, Logits(0.3, 1.5, sinks), 9)
+    expected = (weights * is_token[:, None, :, None]).unflatten(1, (2, 3)).sum((2, 3))
+    given = prompt_mass(q, k, query_position, column_position, is_token, Logits(0.3, 1.5, sinks), 9)
     torch.testing.assert_close(given, expected)
     # Of a part of the queries, each stands for its neighbours.
-    sampled = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), asking, Logits(0.3), 4)
+    sampled = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), is_token, Logits(0.3), 4)
     torch.testing.assert_close(sampled.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
 
 
@@ -98,15 +98,15 @@ def test_prompt_mass_in_chunks_is_that_of_softmax(
     use(by, monkeypatch)
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
-    asking = torch.arange(50).unsqueeze(0) >= padding
-    query_position = 10 + asking.cumsum(1) - 1
-    column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~asking, -1)], 1)
+    is_token = torch.arange(50).unsqueeze(0) >= padding
+    query_position = 10 + is_token.cumsum(1) - 1
+    column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~is_token, -1)], 1)
     seen = (column_position >= 0) & (column_position <= query_position[0, :, None])
     weights = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
     sampled = torch.arange(49, -1, -50 // limit)
-    part = asking[0, sampled]
-    expected = (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * int(asking.sum()) / int(part.sum())
-    given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), asking, Logits(0.3), limit)
+    part = is_token[0, sampled]
+    expected = (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * int(is_token.sum()) / int(part.sum())
+    given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), is_token, Logits(0.3), limit)
     torch.testing.assert_close(given[0], expected)
 
 

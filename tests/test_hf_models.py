@@ -89,11 +89,11 @@ PLAIN = dict(before="", after="", key="key", options="", lookup="ALL_ATTENTION_F
         (dict(before="if cross:\n            attention_mask = encoder_mask"), None),
         (dict(lookup="eager if name == 'eager' else ALL_ATTENTION_FUNCTIONS[name]"), None),
         (dict(lookup="SomeOther.get(name)"), "does not use transformers' attention interface"),
-        (dict(after="key = self.norm(key)"), "computes key anew after the cache"),
+        (dict(after="key = self.norm(key)"), "computes key again after the cache"),
         (dict(after="columns = key.shape[2]"), "reads key.shape after the cache"),
         (dict(key="key.mT"), "computes other tensors from the K and V of the cache"),
         (dict(options="alibi=alibi, "), "gives its attention function alibi"),
-        (dict(after="attention_mask = attention_mask & selected"), "makes a mask of its own in each layer"),
+        (dict(after="attention_mask = attention_mask & selected"), "makes its own mask in each layer"),
     ],
 )
 def test_reasons_come_from_the_source(change: dict[str, str], reason: str | None) -> None:

@@ -64,8 +64,8 @@ def test_a_prompt_that_waits_is_stored_as_one_that_does_not(
         mask = torch.ones_like(ids)
         mask[1, :padding] = 0
     if not together:
-        monkeypatch.setattr(prompts, "WHOLE", 0)
-        monkeypatch.setattr(prompts, "TOGETHER", 0)
+        monkeypatch.setattr(prompts, "ALL_LAYERS_BYTES", 0)
+        monkeypatch.setattr(prompts, "GROUP_BYTES", 0)
     monkeypatch.setattr(guard.Guard, "begin", lambda *given: None)
     sizes: list[int] = []
     plan = prompts.LayersAppend.__init__

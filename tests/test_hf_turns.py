@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Llama
 
 from hf_model import EXACT, SIZES, prompt
 from kvstrata import prefill_attention_cached
-from kvstrata.attention import ahead
+from kvstrata.attention import cache_warmup
 from kvstrata.attention.prefill_cached import staging_triton
 from kvstrata.attention.prefill_cached import triton as cached_triton
 from kvstrata.cache.ops import inspect
@@ -173,7 +173,7 @@ def test_kernels_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     put_mass = mass_triton.put_mass
     monkeypatch.setattr(mass_triton, "put_mass", lambda out, *rest: (asked.append(out.shape), put_mass(out, *rest)))
     cache = StrataCache(model.config, **EXACT)
-    monkeypatch.setattr(ahead, "REHEARSED", 80)
+    monkeypatch.setattr(cache_warmup, "TRIAL_TOKENS", 80)
     cache.warmup(model, progress=False)
     assert seen.over_pages == 1
     assert set(asked) == {(1, 82 + 64, 1)}

@@ -101,7 +101,7 @@ def _compile_in_child(arguments: tuple[str, int]) -> str:
 
 def test_unusable_cache_folder_is_said(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_CACHE", str(small))  # a file, not a folder
-    with pytest.warns(UserWarning, match="cubins are not kept"):
+    with pytest.warns(UserWarning, match="cubins are not cached"):
         assert jit.compile(small, "add<3>", arch="sm_90").code.startswith(b"\x7fELF")
 
 

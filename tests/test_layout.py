@@ -326,7 +326,7 @@ def test_formats_are_values() -> None:
             r"packed: expected \[..., 2048\]",
         ),
         (lambda: rows.pack_rows(torch.zeros(12, dtype=torch.uint8), 4), "dim: expected a positive multiple of 8"),
-        (lambda: rows.unpack_rows(torch.zeros(5, dtype=torch.uint8), 4, 16), "packed: expected 8 bytes a row, got 5"),
+        (lambda: rows.unpack_rows(torch.zeros(5, dtype=torch.uint8), 4, 16), "packed: expected 8 bytes per row, got 5"),
         (lambda: scales.pack_scales(torch.zeros(16).half(), torch.zeros(32).half()), "v: expected shape"),
         (lambda: scales.unpack_scales(torch.zeros(65, dtype=torch.uint8)), r"packed: expected \[..., 64\]"),
         (lambda: rotation.block_of(0), "dim: expected a positive number, got 0"),

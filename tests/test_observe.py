@@ -132,7 +132,9 @@ def test_the_first_live_owner_speaks_for_a_shared_page(backend: str) -> None:
     before = [pair.ours.buckets.snapshot(0, [r]) for r in range(3)]
     pair.step(backend, live=[0, 1])
     after = [pair.ours.buckets.snapshot(0, [r]) for r in range(3)]
-    shared = torch.from_numpy(pair.ours.pool.owners(pair.ours.buckets.look(0, [0])[1].cpu().numpy()) > 1).to(DEVICE)
+    shared = torch.from_numpy(
+        pair.ours.pool.owners(pair.ours.buckets.snapshot_with_handles(0, [0])[1].cpu().numpy()) > 1
+    ).to(DEVICE)
     assert 0 < int(shared.sum()) < len(shared)
     for request in (1, 2):  # request 0 spoke for the pages they share
         assert torch.equal(after[request].importance[shared], after[0].importance[shared])

@@ -185,6 +185,6 @@ def test_bad_input(message: str) -> None:
 def test_head_dims_that_prefill_has_not() -> None:
     cache = filled([30], dim=80, dtype=torch.float32)
     q, k = torch.randn(1, 5, 4, 80, device=DEVICE), torch.randn(1, 5, 2, 80, device=DEVICE)
-    with pytest.raises(RuntimeError, match="backend: triton takes new rows beside a cache with a head_dim"):
+    with pytest.raises(RuntimeError, match="backend: triton supports new rows outside a cache with a head_dim"):
         prefill_attention_cached(q, cache, k_new=k, v_new=k, backend="triton")
     check(cache, [30], [5], "auto")

@@ -155,14 +155,14 @@ def test_time_ends_a_profile_and_what_is_there_is_kept(fake_ncu, watch, monkeypa
             watch.sleep(1)
             return run(command, 600)
         watch.sleep(seconds)
-        raise child.Late(f"took more than {seconds:.0f} s and was ended")
+        raise child.Late(f"took more than {seconds:.0f} s and was killed")
 
     watch.drive(profile)
     monkeypatch.setattr(child, "run", timed)
     names = ["good", "slow", "never"]
     found = profile.take("store", names, MACHINE, dict.fromkeys(names, 1), seconds=4)
     assert [case.case for case in found.cases] == ["good"]
-    assert found.failed == {"slow": "ncu took more than 2 s and was ended", "never": "the time was up"}
+    assert found.failed == {"slow": "ncu took more than 2 s and was killed", "never": "the time limit was reached"}
 
 
 EVENTS = [
@@ -224,7 +224,7 @@ def test_a_late_program_is_ended_with_its_children(tmp_path, monkeypatch):
             return super().communicate(timeout=0 if timeout else None)
 
     monkeypatch.setattr(child.subprocess, "Popen", Late)
-    with pytest.raises(child.Late, match="took more than 1 s and was ended; its last lines: begun"):
+    with pytest.raises(child.Late, match="took more than 1 s and was killed; its last lines: begun"):
         child.run(["sh", "-c", f"(sleep 60; touch {survived}) & echo begun; touch {begun}; wait"], 1)
     assert not survived.exists()
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from kvstrata.replay import cuda as copy_cuda
 
 def test_contiguous_copies_merge() -> None:
     def move(source: torch.Tensor, target: torch.Tensor, fill=None) -> copies.Move:
-        return copies.move_of(copies.Look.of(source), copies.Look.of(target), fill, False)
+        return copies.move_of(copies.Signature.of(source), copies.Signature.of(target), fill, False)
 
     pool = torch.zeros(6, 5, 7)
     assert move(torch.zeros(4, 5, 7), pool).size == (1, 1, 140)
@@ -62,6 +62,6 @@ def test_triton_copy_compiles_ahead_of_time(arch: int) -> None:
 
 
 def test_descriptors_are_immutable() -> None:
-    move = copies.move_of(copies.Look.of(torch.zeros(3)), copies.Look.of(torch.zeros(4)), None, False)
+    move = copies.move_of(copies.Signature.of(torch.zeros(3)), copies.Signature.of(torch.zeros(4)), None, False)
     with pytest.raises(dataclasses.FrozenInstanceError):
         move.itemsize = 3  # type: ignore[misc]

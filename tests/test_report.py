@@ -271,6 +271,15 @@ def test_a_pivot_by_a_parameter_has_every_case_once(replay):
         render.table(replay, options | {"by": "T"}).document()
 
 
+def test_times_of_whole_steps_are_milliseconds(replay):
+    row = next(case for case in replay.cases if case.name == "fa-64x4096").row("ours")
+    options = {"rows": "fa-64x4096", "contenders": "kvstrata", "columns": "case,ms,mean_ms,slowest_ms"}
+    head, _, line = cells(render.table(replay, options).document())
+    assert head == ["case", "ms", "mean", "slowest"]
+    times = (row.us.median, sum(row.samples) / len(row.samples), max(row.samples))
+    assert line == ["fa-64x4096", *(f"{us / 1000:.2f}" for us in times)]
+
+
 def test_targets_are_met_or_missed_by_the_figures(replay):
     case = next(case for case in replay.cases if case.name == "fa-64x4096")
     host = {name: us.median for name, us in case.host.items()}

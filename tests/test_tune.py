@@ -48,9 +48,9 @@ def test_parameters_matter_beside_others_only() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (({"a": ()},), "a: expected different values"),
-        (({"a": (1, 1)},), "a: expected different values"),
-        (({"a": (1,), "b": (1,)}, {"a": ("b", (1,))}), "expected 'b' to stand before 'a'"),
+        (({"a": ()},), "a: expected distinct values"),
+        (({"a": (1, 1)},), "a: expected distinct values"),
+        (({"a": (1,), "b": (1,)}, {"a": ("b", (1,))}), "expected 'b' before 'a'"),
         (({"a": (1,)}, {"c": ("a", (1,))}), "expected names of parameters, got 'c'"),
     ],
 )

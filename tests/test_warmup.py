@@ -16,7 +16,7 @@ import emulator
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.attention.ahead import kernels_needed
+from kvstrata.attention.cache_warmup import kernels_needed
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches, moves_cuda, phases, repack_cuda, whole_pages

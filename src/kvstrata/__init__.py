@@ -1,6 +1,6 @@
 """kvstrata: the KV-cache layer of LLM inference.
 
-A token's K and V are written once and read at every later step. `store` writes rows into blocks, `layout` defines the
+K and V of a token are written once and read at every later step. `store` writes rows into blocks, `layout` defines the
 bytes of a page, `quant` converts rows to codes and back, `cache` keeps tokens in tiers under a byte budget, `attention`
 reads them, and `replay` feeds a step's metadata to a captured graph. `jit` compiles CUDA C++, `hf` connects to
 transformers, and `tools` holds the commands (bench, tune, check, profile, eval).
@@ -81,7 +81,7 @@ _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a stage, at first use."""
+    """Import a public name or a subpackage at first use."""
     if name in _STAGES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _STAGE_OF:

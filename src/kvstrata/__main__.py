@@ -1,4 +1,4 @@
-"""`python -m kvstrata`: the command line without an installed script, as on a GPU host with PYTHONPATH=src."""
+"""`python -m kvstrata`: the command line without an installed script, for example on a GPU host with PYTHONPATH=src."""
 
 from kvstrata.tools.cli import app
 

@@ -9,7 +9,7 @@ import torch
 from . import jit
 
 BACKENDS = ("auto", "reference", "triton", "cuda")
-NEEDED = {"cuda_bulk": (9, 0)}  # compute capability, where it is not (8, 0)
+NEEDED = {"cuda_bulk": (9, 0)}  # compute capability, if it is not (8, 0)
 
 
 def missing(backend: str, device: torch.device) -> str | None:
@@ -33,7 +33,7 @@ def missing(backend: str, device: torch.device) -> str | None:
 
 
 def resolve(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
-    """Backend to run: on a GPU ``auto`` prefers CUDA C++, then Triton; elsewhere it takes the reference."""
+    """Backend to run: on a GPU ``auto`` prefers CUDA C++, then Triton; elsewhere it uses the reference."""
     return choose(backend, device, lambda name: missing(name, device), known)
 
 

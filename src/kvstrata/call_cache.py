@@ -1,9 +1,9 @@
-"""Caches of checked calls and prepared launches, keyed by what tensors look like.
+"""Caches of checked calls and prepared launches, keyed by tensor signatures.
 
-A guard says whether tensors look like those seen before: type, dtype, device, shape, strides and dispatch state.
-torch.compile decides this on every call of a compiled function and has it in C++ (``TensorGuards``, about 0.1 us a
-tensor); reading the same properties one by one from Python costs ten times that. Where torch does not offer it, the
-Python comparison below stands in.
+A guard decides whether tensors have the same type, dtype, device, shape, strides and dispatch state as earlier ones.
+torch.compile does this on every call of a compiled function and has it in C++ (``TensorGuards``, about 0.1 us per
+tensor); reading the same properties one by one from Python costs ten times that. If torch does not offer it, the
+Python comparison below is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAPACITY = 4096
 
 
 class Bounded(dict[Key, Value]):
-    """Dict of at most `CAPACITY` entries; a new one beyond that drops all others first."""
+    """Dict of at most `CAPACITY` entries; a new entry beyond that drops all others first."""
 
     def __setitem__(self, key: Key, value: Value) -> None:
         if len(self) >= CAPACITY:
@@ -47,7 +47,7 @@ def traced() -> bool:
 
 
 def dispatched(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """True if a call must be an operator: under ``torch.compile`` and dispatch modes, for fake tensors, subclasses."""
+    """True if a call must be an operator: under ``torch.compile`` or dispatch modes, for fake tensors, subclasses."""
     if torch.compiler.is_compiling() or traced():
         return True
     return any(x is not None and type(x) is not torch.Tensor for x in tensors)
@@ -70,7 +70,7 @@ def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Guard:
-    """Guard that takes as many tensors and returns True if they look like these."""
+    """Guard that takes as many tensors and returns True if they have the same signatures."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 

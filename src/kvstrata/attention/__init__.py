@@ -1,12 +1,12 @@
-"""K and V are read: decode over every tier of a cache or over an engine's blocks, prefill over rows and tiers."""
+"""Attention: decode over all tiers of a cache or over an engine's blocks, prefill over rows and tiers."""
 
-from .ahead import warmup
+from .cache_warmup import warmup
 from .decode.op import decode_attention
 from .decode.plan import DecodePlan
 from .output import AttentionOutput
-from .packed_ahead import warmup_packed
 from .packed_decode.op import decode_packed
 from .packed_prefill.op import prefill_packed
+from .packed_warmup import warmup_packed
 from .prefill.op import prefill_attention
 from .prefill_cached.op import prefill_attention_cached
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that the attention ops share: errors name the argument, what is expected and what was given."""
+"""Argument checks that the attention ops share: errors name the argument, what is expected and what was given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_sinks(sinks: torch.Tensor | None, heads: int, device: torch.device) ->
 def check_scoring(
     scale: float | None, softcap: float | None, sliding_window: int | None, sinks: torch.Tensor | None, q: torch.Tensor
 ) -> None:
-    """Check what decides about scores; ``q [tokens, heads, dim]``."""
+    """Check the arguments that affect scores; ``q [tokens, heads, dim]``."""
     check_positive("scale", scale)
     check_positive("softcap", softcap)
     check_sliding_window(sliding_window)

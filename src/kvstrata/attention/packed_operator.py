@@ -1,7 +1,7 @@
 """Operators of the packed attention ops: ``kvstrata::<name>``, and ``kvstrata::<name>_into``, which writes to ``out``.
 
-Both take the tensors of a call, four fields of the format, the options and the backend, in this order. Calls that
-nothing traces skip the dispatcher.
+Both take the tensors of a call, four fields of the format, the options and the backend, in this order. Calls that are
+not traced skip the dispatcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Operators(NamedTuple):
     required: int
 
     def register(self, schema: str, run: Callable[..., Result], check: Callable[..., object]) -> Operators:
-        """Define both by ``schema``, without the closing bracket; ``run`` and ``check`` as in `packed_decode.op`."""
+        """Define both with ``schema``, without the closing bracket; ``run`` and ``check`` as in `packed_decode.op`."""
         end = len(self.tensors._fields)
 
         def parse(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ class Operators(NamedTuple):
 
         def operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = run(*parse(arguments))
-            return out, empty(out, (0,)) if lse is None else lse  # where not asked for
+            return out, empty(out, (0,)) if lse is None else lse  # if not requested
 
         def into(*arguments: Any) -> torch.Tensor:
             out, lse = run(*parse(arguments[:-1]), out=arguments[-1])

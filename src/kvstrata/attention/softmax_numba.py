@@ -1,4 +1,4 @@
-"""Scores to weights in compiled loops on the CPU, one row of scores at a time, in place."""
+"""Softmax on the CPU in compiled loops, one row of scores at a time, in place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numba.extending import intrinsic
 from kvstrata.layout.unpack_numba import compiled
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-LEAST = np.float32(-87.0)  # exp of less is 0 here
-LANES = 32  # maxima that are kept side by side: each comparison of a single one would wait for the one before it
+LEAST = np.float32(-87.0)  # exp of anything below is 0 here
+LANES = 32  # independent maxima: a single one would serialise the comparisons
 
 
 def _bitcast(typing, bits):
@@ -37,7 +37,7 @@ def soften(scores, softcap):
 
 @compiled
 def hide(scores, position, last, before):
-    """-inf but for tokens at positions ``before < p <= last``."""
+    """Set scores to -inf except for tokens at positions ``before < p <= last``."""
     for i in range(len(scores)):
         if position[i] > last or position[i] <= before:
             scores[i] = -np.inf
@@ -45,9 +45,9 @@ def hide(scores, position, last, before):
 
 @compiled
 def softmax(scores, sink):
-    """Scores become weights, zeros where nothing is seen; the log of the sum, the sink's part included.
+    """Turn scores into weights, zeros if nothing is visible; returns the log of the sum, including the sink.
 
-    As in torch, all weights are NaN if a score or the sink is NaN or infinite.
+    As in torch, all weights are NaN if a score or the sink is NaN or +inf.
     """
     top = max(greatest(scores), sink)
     unknown = any_nan(scores) or sink != sink
@@ -72,8 +72,8 @@ def any_nan(scores):
 
 @compiled
 def greatest(scores):
-    """The greatest number, -inf of none; NaN does not count."""
-    lanes = np.empty(min(LANES, len(scores)), np.float32)  # side by side: one maximum would wait for the last
+    """Maximum, -inf if empty; NaN is ignored."""
+    lanes = np.empty(min(LANES, len(scores)), np.float32)  # independent lanes, see LANES
     for i in range(len(lanes)):
         lanes[i] = -np.inf
     for first in range(0, len(scores) - len(lanes) + 1, max(len(lanes), 1)):
@@ -88,12 +88,12 @@ def greatest(scores):
 
 @compiled
 def exponentials(scores, top):
-    """Scores become exp(score - top), their sum is returned; all are zeros where ``top`` is -inf."""
+    """Turn scores into exp(score - top) and return their sum; all zeros if ``top`` is -inf."""
     if top == -np.inf:
         for i in range(len(scores)):
             scores[i] = 0
         return np.float32(0)
-    # exp(x) = 2 ** n * exp(rest), |rest| <= ln(2) / 2, in float32 vectors; 2 ** n is put together from its bits.
+    # exp(x) = 2 ** n * exp(rest), |rest| <= ln(2) / 2, in float32 vectors; 2 ** n is built from its bits.
     total = np.float32(0)
     for i in range(len(scores)):
         x = scores[i] - top

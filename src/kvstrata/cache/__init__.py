@@ -1,4 +1,4 @@
-"""K/V rests: tiers of lower precision, buckets of pages under a budget."""
+"""Tiered KV cache: pages of several formats under a byte budget."""
 
 from .policy.budget import BudgetExceeded, Memory
 from .storage.views import BucketedCacheLayer

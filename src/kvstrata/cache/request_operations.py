@@ -1,4 +1,4 @@
-"""Operations on whole requests of a cache: join, fork, reorder, crop, leave, save and load."""
+"""Operations on whole requests of a cache: add, fork, reorder, crop, free, save and load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .state import CacheState
 
 
 class RequestOperations(CacheState):
-    """The part of `TieredCache` that changes which requests there are, and what they share."""
+    """The part of `TieredCache` that adds, removes, copies and shares requests."""
 
     def add_request(self) -> int:
-        """Put an unused request into use, empty, and return it; RuntimeError if all ``max_requests`` are in use."""
+        """Put an unused request into use, empty, and return its number; RuntimeError if all are in use."""
         request = self._unused_request()
         self._use([request])
         return request
@@ -28,9 +28,9 @@ class RequestOperations(CacheState):
         Raises ValueError for a request that is not in use, RuntimeError if all ``max_requests`` are in use.
         """
         self._check_request(request)
-        twin = self._unused_request()
-        assign(self, {twin: request}, [])
-        return twin
+        copy = self._unused_request()
+        assign(self, {copy: request}, [])
+        return copy
 
     def reorder(self, indices: Sequence[int], requests: Sequence[int] | None = None) -> None:
         """Reorder beams: ``requests[i]`` becomes what ``requests[indices[i]]`` was; pages are shared, not copied.
@@ -83,7 +83,7 @@ class RequestOperations(CacheState):
         save(self, path, request)
 
     def load(self, path: str | PathLike[str]) -> int:
-        """Load a request that a cache with the same parameters saved, into an unused request, which is returned.
+        """Load a request that a cache with the same parameters saved into an unused request; returns its number.
 
         Raises ValueError for any other file, BudgetExceeded or RuntimeError if there is no room for it.
         """
@@ -95,8 +95,8 @@ class RequestOperations(CacheState):
         """Independent cache with the same requests; pages that forks shared are duplicated."""
         from .ops.clone import clone
 
-        memo[id(self)] = twin = clone(self)
-        return twin
+        memo[id(self)] = copy = clone(self)
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arguments and contents, for pickle, torch.save and copy.copy (which makes an independent cache)."""

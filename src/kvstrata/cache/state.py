@@ -1,4 +1,4 @@
-"""State of a cache, which its operations and policy read and change; `TieredCache` creates it."""
+"""State of a cache, which its operations and policy read and modify; `TieredCache` creates it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .storage.transaction import Transaction
 
 
 class Ahead(Protocol):
-    """A plan that `advance` made for the next one; policy/ahead.py."""
+    """A plan that one `advance` made for the next; see policy/ahead.py."""
 
     valid: set[int]
 
@@ -34,7 +34,7 @@ class Ahead(Protocol):
 
 
 class CacheState:
-    """Sizes, pages, page tables and counters of a cache, with small queries about them."""
+    """Sizes, pages, page tables and counters of a cache, with small accessors."""
 
     layers: int
     kv_heads: int
@@ -54,8 +54,8 @@ class CacheState:
     formats: tuple[Format, ...]
     pool: Pool
     buckets: Buckets
-    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim], of the model's K
-    balance: torch.Tensor | None  # int8, the same shape: K is stored divided by 2 to the power
+    centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim], in the space of the model's K
+    balance: torch.Tensor | None  # int8 exponents, same shape: stored K is divided by 2 ** balance
     budget: Budget
     policy: Policy
     _arguments: dict[str, Any]
@@ -64,19 +64,19 @@ class CacheState:
     reports: Reports
     _centred: np.ndarray  # bool [requests, layers]
     _calibrated: Calibrated  # initial state of a request
-    _active: frozenset[int]  # requests in use; the same object as long as they are the same
-    _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was given
-    _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all in use, when last asked for
-    _repeated: Repeated | None = None  # the last append of one token of each request
-    _ahead_from: np.ndarray  # [requests]: the length from which `settle_ahead` is tried
+    _active: frozenset[int]  # requests in use; the object changes only when they do
+    _checked: tuple[list[int], frozenset[int]] = ([], frozenset())  # the last list of requests that was passed
+    _everyone: tuple[list[int], frozenset[int]] = ([], frozenset())  # all requests in use, as last returned
+    _repeated: Repeated | None = None  # the last append of one token per request
+    _ahead_from: np.ndarray  # [requests]: length from which `settle_ahead` is tried
     _ahead: list[Ahead]  # plans for the next `advance`
-    _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, what settles before the next
+    _due: tuple[np.ndarray, np.ndarray | None] | None  # requests of the last step, and what settles before the next
     _prompt: tuple[Any, Any] | None  # key and plan of the last prompt
-    _last_prompt: Any = None  # the last append of prompts without mass: ops/append_prompt.py
-    _decoded: Any = None  # the last eager call: attention/decode/repeat.py
+    _last_prompt: Any = None  # last append of prompts without mass; see ops/append_prompt.py
+    _decoded: Any = None  # last eager call; see attention/decode/repeat.py
 
     def _operation(self) -> Transaction:
-        """A transaction after which the budget holds."""
+        """Start a transaction, at the end of which the budget holds."""
         raise NotImplementedError
 
     @property
@@ -85,7 +85,7 @@ class CacheState:
         return tuple(sorted(self._active))
 
     def length(self, request: int = 0, layer: int = 0) -> int:
-        """Tokens of a request in a layer, evicted ones included; 0 if it is not in use. ValueError for a bad index."""
+        """Tokens of a request in a layer, including evicted ones; 0 if it is not in use. ValueError for a bad index."""
         self._check_layer(layer)
         check_int("request", request, 0, self.max_requests - 1)
         return int(self._lengths[request, layer])
@@ -98,7 +98,7 @@ class CacheState:
             raise ValueError(f"{name}: expected one of {self.requests}, got {request!r}")
 
     def _given(self, requests: Sequence[int] | None) -> list[int]:
-        """Requests that are asked for, checked; None: all in use. The same list as long as it holds the same."""
+        """Checked list of requests; None means all in use. Returns the same list object for equal lists."""
         if requests is None:
             everyone, distinct = self._everyone
             if distinct is not self._active:
@@ -106,7 +106,7 @@ class CacheState:
                 self._everyone = (everyone, self._active)
             return everyone
         checked, distinct = self._checked
-        if type(requests) is list and requests == checked and distinct <= self._active:  # as at the last step
+        if type(requests) is list and requests == checked and distinct <= self._active:  # same list as at the last step
             return checked
         given = whole_numbers("requests", requests)
         distinct = frozenset(given)
@@ -131,7 +131,7 @@ class CacheState:
         return self.buckets.snapshot(layer, [request])
 
     def _forget(self, requests: Sequence[int]) -> None:
-        """Drop plans and give back pages, made ahead, of requests which an operation is about to change."""
+        """Drop plans and pages made ahead for requests which an operation is about to change."""
         self._drop_plans(requests)
         self.buckets.ahead.give_back(requests)
 
@@ -168,7 +168,7 @@ class CacheState:
         change.set(self._lengths, (requests, layer), lengths)
         if self.device.type == "cpu" or not requests:
             return
-        if len(requests) == 1:  # nothing to upload
+        if len(requests) == 1:  # no upload needed
             self._set_length(change, self._device_lengths[requests[0], layer], int(lengths[0]))
         else:
             where = self.pool.to_device(np.stack([np.array(requests), lengths]).astype(np.int64))

@@ -1,20 +1,20 @@
-"""``TieredCache``: K and V of many requests in tiers of falling precision, under a budget in bytes.
+"""``TieredCache``: K and V of many requests in tiers of decreasing precision, under a byte budget.
 
     append ──▶ fits? ──yes──▶ 16-bit bucket
                  └──no──▶ plan (policy/plan.py) ──▶ move (storage/page_table.py): rows and tokens to their tiers
 
-The class creates the state (state.py) and offers the operations, those on whole requests by its base
-(request_operations.py). Each has its own file:
+The class creates the state (state.py) and offers the operations; those on whole requests come from its base class
+(request_operations.py). Each operation has its own file:
 
-    policy/  sizes.py: pages, slabs and budget from the arguments; room.py: do tokens fit; scopes.py: the parts that are
-             settled together; mass.py: attention mass to importance
+    policy/  sizes.py: pages, slabs and budget from the arguments; room.py: whether tokens fit; scopes.py: the parts
+             that are settled together; mass.py: attention mass to importance
     ops/     append.py, step.py (the token of a captured step), crop.py, fork.py, files.py, inspect.py, books.py (bytes
              allocated and invariants)
-    storage/ transaction.py: an operation takes effect as a whole or not at all
+    storage/ transaction.py: an operation takes effect completely or not at all
 
 Every operation plans first, allocates the pages it needs and changes state only once nothing can fail any more. State
 that kernels read is in device tensors at fixed addresses (`bucket_views`); the host keeps page lists, counts and page
-owners, never tokens.
+refcounts, never tokens.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class TieredCache(RequestOperations):
     Args:
         layers, kv_heads, head_dim: sizes of the model; ``head_dim`` is a multiple of 16 from 32 to 256.
         budget: fraction of the bytes that the tokens held would take at ``dtype``, for each request and layer
-            separately (short contexts have a floor, see docs/cache.md). 1.0 compresses nothing, None is no limit. Bytes
-            that a fraction leaves over with everything at K8V8 stay unused.
+            separately (short contexts have a floor, see docs/cache.md). 1.0 compresses nothing, None is no limit. Once
+            everything is at K8V8, the rest of a fraction stays unused.
         budget_bytes: bytes for the whole cache, instead of ``budget``.
         tiers: format names for older tokens, widest first; None chooses by budget (`budget.default_tiers`).
         recent_tokens, sink_tokens: number of last and of first tokens that are kept at ``dtype``.
         dtype, device: dtype and device of the model's K and V.
         max_requests, max_tokens: sizes of the tables. Positions take 2 bytes up to 32768 ``max_tokens``, else 4.
-        page_tokens: 64, 32 or 16; small contexts want small pages.
+        page_tokens: 64, 32 or 16; short contexts benefit from small pages.
         policy: ``importance`` (least expected error by attention mass), ``recency`` or ``uniform``.
         per_head: True lets each KV head choose its own tokens; False makes all heads of a layer choose the same ones.
-        evict: drop the least important tokens where the narrowest tier does not fit, instead of `BudgetExceeded`.
-        settle_every: room to make when settling is needed, in tokens, if possible. Adjusted from half to twice as many
+        evict: drop the least important tokens if the narrowest tier does not fit, instead of raising `BudgetExceeded`.
+        settle_every: tokens of room to make when settling is needed, if possible. Adjusted from half to twice as many
             so that sink tokens, recent tokens and room fill whole pages.
         hysteresis: extra weight of a token that is already quantised when tiers are chosen.
         importance: ``mean`` (mass per query so far) or ``ema`` with ``decay``.
@@ -81,14 +81,14 @@ class TieredCache(RequestOperations):
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
-            equal rows that come through the same tiers then have equal codes, whatever else a request or a batch holds.
-        sensitivity: one number per layer, what rounding its K and V costs a model relative to the others; layers with a
-            higher one get more of a fraction's bytes, in the same sum (docs/cache.md). None treats all alike.
-        balance: True lets `set_balance` give each request a balance of its own; implied by a calibration with one.
+            equal rows that pass through the same tiers then have equal codes, whatever else a request or a batch holds.
+        sensitivity: one number per layer, the relative cost of rounding its K and V; layers with a higher one get more
+            of a fraction's bytes, with the same total (docs/cache.md). None treats all layers alike.
+        balance: True allows `set_balance` to give each request its own balance; implied by a calibration with one.
         debug: poison freed pages.
         slab_bytes: maximum bytes of one allocation, at least a page of ``dtype``; None chooses.
 
-    Operations modify the cache in place. Those that raise, also when memory runs out, leave it as it was. None is safe
+    Operations modify the cache in place. If one raises, also for lack of memory, the cache is unchanged. None is safe
     under CUDA-graph capture, except for `write` and kernels that read `bucket_views`. Streams: see docs/cache.md.
 
     Raises ValueError, TypeError or RuntimeError (no such device), naming the argument.
@@ -156,7 +156,7 @@ class TieredCache(RequestOperations):
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"device: expected one that torch sees, got {self.device}, and it sees no CUDA device")
         if self.device.type == "cuda":
-            self.device = torch.empty(0, device=self.device).device  # with its number
+            self.device = torch.empty(0, device=self.device).device  # with its index
         self.decay, self.debug = decay, debug
         self.rope = self._arguments["rope"] = check_rope(rope, head_dim)
         if calibration is not None:
@@ -191,7 +191,7 @@ class TieredCache(RequestOperations):
         check_tiers(self.formats, tiers)
         self._arguments["tiers"] = tuple(tiers)
 
-        with torch.inference_mode(False):  # whoever makes the cache: its tensors are written to later
+        with torch.inference_mode(False):  # the tensors are written later, also outside inference mode
             strides = [kind.stride for kind in self.page_formats]
             slab, capacity = sizes.slabs(strides[0], len(strides))
             self.pool = Pool(strides, slab, capacity, self.device, debug)
@@ -208,7 +208,7 @@ class TieredCache(RequestOperations):
         self._centred = np.tile(self._calibrated.centred, (max_requests, 1))
         self._active = frozenset()
         self._views: dict[int, BucketedCacheLayer] = {}  # by layer
-        self._ahead_from = np.zeros(max_requests, np.int64)  # the length from which `settle_ahead` is tried
+        self._ahead_from = np.zeros(max_requests, np.int64)  # length from which `settle_ahead` is tried
         self._ahead, self._due, self._prompt = [], None, None
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
@@ -243,7 +243,7 @@ class TieredCache(RequestOperations):
         self._check_layer(layer)
         self.pool.note_stream()
         if layer not in self._views:
-            with torch.inference_mode(False):  # whoever asks first
+            with torch.inference_mode(False):  # the caller may be in inference mode
                 self._views[layer] = self._view(layer)
         return self._views[layer]
 
@@ -268,7 +268,7 @@ class TieredCache(RequestOperations):
     def gather(self, layer: int, request: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Dequantise the tokens of a request: K and V as attention sees them, sorted by position.
 
-        Returns ``k, v [kv_heads, n, head_dim]`` in ``dtype`` and int64 positions ``[kv_heads, n]``. Where eviction left
+        Returns ``k, v [kv_heads, n, head_dim]`` in ``dtype`` and int64 positions ``[kv_heads, n]``. If eviction left
         heads with different numbers of tokens, n is the largest; the rest is zero, with position -1. Raises ValueError
         for a layer or request that does not exist.
         """
@@ -287,11 +287,11 @@ class TieredCache(RequestOperations):
         return read.importance(self, layer, request)
 
     def memory(self) -> Memory:
-        """Bytes allocated, by purpose and by tier; never waits for the device."""
+        """Bytes allocated, by purpose and by tier; does not synchronise with the device."""
         return books.memory(self)
 
     def check(self) -> None:
-        """Assert that owners, counts, positions and bytes agree; reads every page, for tests and debugging."""
+        """Assert that refcounts, counts, positions and bytes agree; reads every page, for tests and debugging."""
         books.check(self)
 
     # Writing and settling
@@ -325,7 +325,7 @@ class TieredCache(RequestOperations):
         mass: torch.Tensor | None = None,
         queries: int | None = None,
     ) -> None:
-        """Add tokens to a layer, settling it first where they would not fit.
+        """Add tokens to a layer, settling it first if they do not fit.
 
         Args:
             layer: index of the layer.
@@ -333,24 +333,23 @@ class TieredCache(RequestOperations):
                 ``[requests, tokens, kv_heads, head_dim]``; in the cache's dtype and on its device. Not modified.
             requests: request of each row; None is 0, 1, ... A request that is not in use yet is put into use.
             seq_lens: new tokens of each request, for packed rows of several requests.
-            mass: attention mass that the queries of these tokens gave to all positions, the new ones included, as in
+            mass: attention mass that the queries of these tokens gave to all positions, including the new ones, as in
                 `update_importance`. A prompt that attends before it is stored settles by it at once.
-            queries: queries of each request that ``mass`` sums over; None is one per token, which requires the same
-                number of tokens in all requests.
+            queries: number of queries of each request that ``mass`` sums over; None is one per token, which requires
+                the same number of tokens in all requests.
 
-        Raises ValueError, TypeError or BudgetExceeded, and leaves the cache as it was. Not safe under CUDA-graph
+        Raises ValueError, TypeError or BudgetExceeded, and leaves the cache unchanged. Not safe under CUDA-graph
         capture: see `advance` and `write`.
         """
         append_tokens(self, layer, k, v, requests, seq_lens, mass, queries)
 
     def advance(self, requests: Sequence[int] | None = None) -> None:
-        """Make room for one more token of each of these requests (None: all in use) in every layer; `write` fills it.
+        """Make room for one more token of each request (None: all in use) in every layer; `write` fills it.
 
-        Settles where that is needed, on the host, so that the rest of a step can be captured in a CUDA graph: call
-        advance, then replay `DecodePlan.update` and, for each layer, `write` and `decode_attention`. Advance all
-        requests of a step in one call. Until all layers are written, the new tokens are undefined and no other
-        operation may run. To undo a step, write anything and `crop`. Raises BudgetExceeded or ValueError, and leaves
-        the cache as it was.
+        Settles where needed, on the host, so that the rest of a step can be captured in a CUDA graph: call advance,
+        then replay `DecodePlan.update` and, for each layer, `write` and `decode_attention`. Advance all requests of a
+        step in one call. Until all layers are written, the new tokens are undefined and no other operation may run. To
+        undo a step, write anything and `crop`. Raises BudgetExceeded or ValueError, and leaves the cache unchanged.
         """
         advance(self, self._given(requests))
 
@@ -361,8 +360,8 @@ class TieredCache(RequestOperations):
             layer: index of the layer.
             k, v: ``[rows, kv_heads, head_dim]`` or ``[rows, 1, kv_heads, head_dim]``.
             requests: int32 ``[rows]`` on the device, the request of each row, read when the kernel runs; negative for
-                padding. A request that was not advanced must be padding: its row would overwrite one of its tokens, or
-                one of a fork. None is 0, 1, ...
+                padding. Rows of requests that were not advanced must be padding: they would overwrite an existing
+                token of the request or of a fork. None is 0, 1, ...
 
         Raises ValueError or TypeError, naming the argument; the values of ``requests`` are not checked.
         """
@@ -381,9 +380,9 @@ class TieredCache(RequestOperations):
                 ``queries`` queries; at least as many positions as the longest request has tokens. Not modified.
                 Negative and non-finite values count as 0.
             requests: request of each row; None is all in use, ascending.
-            queries: queries of each request that ``mass`` sums over.
+            queries: number of queries of each request that ``mass`` sums over.
 
-        Does nothing under a policy that does not use importance. Raises ValueError or TypeError, naming the argument.
+        Does nothing if the policy does not use importance. Raises ValueError or TypeError, naming the argument.
         """
         self._check_layer(layer)
         given = self._given(requests)
@@ -395,10 +394,10 @@ class TieredCache(RequestOperations):
                 add_mass(self, change, layer, given, mass, queries, ends)
 
     def settle(self, layer: int | None = None, requests: Sequence[int] | None = None) -> None:
-        """Move tokens to the tiers that the policy assigns now, where the budget is short of headroom.
+        """Move tokens to the tiers that the policy assigns now, where the budget has little room left.
 
-        `append` settles when it must; a call at a quiet moment makes room ahead of time. None is all layers or all
-        requests. Raises BudgetExceeded or ValueError, and leaves the cache as it was.
+        `append` settles when it must; a call at an idle moment makes room ahead of time. None means all layers or all
+        requests. Raises BudgetExceeded or ValueError, and leaves the cache unchanged.
         """
         if layer is not None:
             self._check_layer(layer)
@@ -419,8 +418,8 @@ class TieredCache(RequestOperations):
         """Tell the cache that ``stream`` uses its pages, as `torch.Tensor.record_stream` does for a tensor.
 
         Needed for a stream that only replays a captured graph; operations and `bucket_views` record the stream they are
-        called on. Memory is not reused before the work queued on recorded streams is done. AttributeError for anything
-        but a stream.
+        called on. Memory is not reused before the work queued on recorded streams is done. Raises AttributeError for
+        anything but a stream.
         """
         self.pool.record_stream(stream)
 

@@ -1,11 +1,11 @@
-"""Adaptors for engines that own their memory: the packed ops behind an engine's attention interface.
+"""Adaptors for engines that own their memory: the packed ops as an engine's attention backend.
 
-    options.py        what a user configures, and the bytes of a token
+    options.py        user options, and the bytes per token
     batch.py          an engine's batch as one decode call and one prefill call
     packed.py         store and attention of one layer over an engine's blocks
     weights.py        calibration of a layer from the model's weights
     workspace.py      scratch memory that all layers share
-    rehearsal.py      a few steps before the first request, to compile kernels
+    warmup.py         a few steps before the first request, to compile kernels
     vllm.py           vLLM's attention interface; the only file that imports vLLM
     transformers.py   continuous batching of transformers; the only file that imports its cache allocators
 
@@ -24,8 +24,8 @@ def register_vllm() -> None:
     """Register kvstrata as vLLM's backend ``CUSTOM``: the entry point of group ``vllm.general_plugins``.
 
     vLLM calls it in each of its processes, perhaps more than once. The backend itself is imported when it is selected.
-    A ``CUSTOM`` backend that another plug-in registered is kept, with a warning. A vLLM without such a registry gets a
-    warning too, because an error here would stop engines that do not use kvstrata.
+    A ``CUSTOM`` backend that another plug-in registered is kept, with a warning. A vLLM without such a registry only
+    causes a warning too, because an error here would stop engines that do not use kvstrata.
 
     Raises ImportError if vLLM is not installed.
     """
@@ -41,7 +41,7 @@ def register_vllm() -> None:
 
         custom = AttentionBackendEnum.CUSTOM
         if custom.is_overridden() and custom.get_path() != VLLM_BACKEND:
-            logger.warning("kvstrata: vLLM's backend CUSTOM is %s already, and stays so", custom.get_path())
+            logger.warning("kvstrata: vLLM's backend CUSTOM is already %s and is kept", custom.get_path())
             return
         register_backend(custom, VLLM_BACKEND)
     except (ImportError, AttributeError) as error:

@@ -1,12 +1,12 @@
-"""An engine's batch as a few calls: decode for the requests in front, then chunks of prompts.
+"""An engine's batch as a few calls: decode for the first requests, then chunks of prompts.
 
     tokens     | decodes: `threshold` queries at most | short chunks | chunks, first chunks | long ones | padding |
     calls        decode_packed                          decode_packed  one ragged call        one each
 
-Unpacking a whole prefix for the few queries of a short chunk would cost more than decoding it. Long ones go
-alone, or with others of the same lengths, since dense rows have faster kernels than ragged ones.
+Unpacking a whole prefix for the few queries of a short chunk would cost more than decoding it. Long chunks have a call
+of their own, or one with others of the same lengths, since dense rows have faster kernels than ragged ones.
 
-Made once per step for all layers. Only host copies are read, so the host never waits; device tensors are sliced.
+Built once per step for all layers. Only host copies are read, so the host never waits; device tensors are sliced.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from itertools import pairwise
 
 import torch
 
-ALONE = 1024  # queries from which on a chunk fills a GPU by itself
+ALONE = 1024  # from this many queries on, a chunk fills a GPU by itself
 
 
 @dataclass(frozen=True)
 class DecodePart:
     """Requests with a few queries each, over packed pages."""
 
-    tokens: int  # rows of q, padding included
+    tokens: int  # rows of q, including padding
     block_table: torch.Tensor  # int32 [requests, max_blocks]
     seq_lens: torch.Tensor  # int32 [requests]
     cu_seqlens_q: torch.Tensor | None  # int32 [requests + 1], from 0; None: one query each
@@ -35,7 +35,7 @@ class DecodePart:
 
 @dataclass(frozen=True)
 class PrefillPart:
-    """Requests with a chunk of new tokens each, over their packed prefix and themselves."""
+    """Requests with a chunk of new tokens each, over their packed prefix and the chunk itself."""
 
     first: int  # row of q where the part begins
     tokens: int  # rows of q
@@ -47,12 +47,12 @@ class PrefillPart:
     max_seqlen_k: int
     total_tokens: int  # sum of seq_lens
     exact: bool  # the three numbers are exact; False: upper bounds
-    prefix: bool  # False: no request has tokens in pages, so K and V are all in the batch
+    prefix: bool  # False: no request has tokens in pages, so all K and V are in the batch
     tail_slots: torch.Tensor | None = None
 
     @property
     def dense(self) -> bool:
-        """True if all requests have as many new tokens and as long a prefix."""
+        """True if all requests have equally many new tokens and equally long prefixes."""
         requests = self.seq_lens.shape[0]
         equal = requests * self.max_seqlen_q == self.tokens and requests * self.max_seqlen_k == self.total_tokens
         return self.exact and equal
@@ -60,11 +60,11 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class Rows:
-    """All new rows of a batch, as a store with a tail needs them."""
+    """All new rows of a batch, for a store with a tail."""
 
     tokens: int
     seq_lens: torch.Tensor  # int32 [requests]
-    cu_seqlens_q: torch.Tensor | None  # int32 [requests + 1]; None: as many each
+    cu_seqlens_q: torch.Tensor | None  # int32 [requests + 1]; None: equally many each
     tail_slots: torch.Tensor  # int32 [requests]
 
 
@@ -78,7 +78,7 @@ class Batch:
 
 
 def split(query_start_loc: torch.Tensor, threshold: int) -> int:
-    """Number of requests in front with at most ``threshold`` queries each; ``query_start_loc`` is on the host."""
+    """Number of leading requests with at most ``threshold`` queries each; ``query_start_loc`` is on the host."""
     lengths = query_start_loc.diff()
     long = (lengths > threshold).nonzero()
     return int(long[0]) if long.numel() else lengths.shape[0]
@@ -87,9 +87,9 @@ def split(query_start_loc: torch.Tensor, threshold: int) -> int:
 def runs(queries: list[int], lengths: list[int] | None, short: int, most_tokens: int | None) -> Iterator[range]:
     """Consecutive requests that go into one call.
 
-    ``queries``, ``lengths``: of each request, new tokens and all tokens (None: unknown). Requests of up to ``short``
-    queries are together, longer ones too while their tokens are at most ``most_tokens``; those of ALONE or more only
-    with equals.
+    ``queries``, ``lengths``: new tokens and all tokens of each request (None: unknown). Requests of up to ``short``
+    queries share a call, and so do longer ones while their tokens are at most ``most_tokens``; those of ALONE or more
+    only with equals.
     """
     first, total = 0, 0
     for i, count in enumerate(queries):
@@ -124,20 +124,20 @@ def make_batch(
     """Split a batch.
 
     Args:
-        query_start_loc: int32 ``[requests + 1]`` on the device; requests that are padding have no queries.
-        query_start_loc_cpu: the same on the host. Among decodes the device's may differ, if their sum agrees.
-        seq_lens: int32 ``[requests]`` on the device, new tokens included, 0 for padding.
+        query_start_loc: int32 ``[requests + 1]`` on the device; padding requests have no queries.
+        query_start_loc_cpu: its copy on the host. For decodes, the device's values may differ if the sum agrees.
+        seq_lens: int32 ``[requests]`` on the device, including new tokens, 0 for padding.
         block_table: int32 ``[requests, max_blocks]``.
-        tokens: rows of q that belong to the batch, padding included.
+        tokens: rows of q that belong to the batch, including padding.
         max_query_len, max_seq_len: upper bounds over all requests.
-        threshold: most queries of a request that is a decode; 1 without speculative decoding.
+        threshold: maximum queries of a request that counts as a decode; 1 without speculative decoding.
         seq_lens_cpu: upper bounds of seq_lens on the host, exact for prefills; None if unknown.
-        short: most queries of a chunk that is decoded, too; 0: none.
-        most_tokens: most tokens of requests that are prefilled by one call, prefixes included; None: any number.
+        short: maximum queries of a chunk that is decoded as well; 0: none.
+        most_tokens: maximum tokens prefilled by one call, including prefixes; None: any number.
         tail_slots: int32 ``[requests]`` on the device, for an engine with tails; negative: none.
 
-    Returns the parts. Nothing is modified. In a batch of decodes alone, shapes depend on ``tokens`` and the number of
-    requests only, so its calls may be captured in a CUDA graph and replayed with other contents.
+    Returns the parts. Nothing is modified. In a batch of decodes only, shapes depend only on ``tokens`` and the number
+    of requests, so its calls may be captured in a CUDA graph and replayed with other contents.
     """
     requests = seq_lens.shape[0]
     decodes = requests if max_query_len <= threshold else split(query_start_loc_cpu[: requests + 1], threshold)
@@ -167,7 +167,7 @@ def make_batch(
             slots = None if tail_slots is None else tail_slots[part]
             longest = max(queries[run.start : run.stop])
             if longest <= short:
-                most = 1 << (longest - 1).bit_length()  # few kinds of launches
+                most = 1 << (longest - 1).bit_length()  # rounded up, so that there are few kinds of launches
                 decode_parts.append(
                     DecodePart(last - first, block_table[part], seq_lens[part], cu_seqlens_q, most, first, slots)
                 )

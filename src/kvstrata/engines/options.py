@@ -1,6 +1,6 @@
 """Options of an engine: the format of the pages, and a calibration file.
 
-An engine counts bytes per token and KV head and wants the same number for every block size, so formats are limited to
+An engine counts bytes per token and KV head and expects the same number for every block size, so formats are limited to
 head dims whose pages of 16, 32 and 64 tokens have equal bytes per token.
 """
 
@@ -18,9 +18,9 @@ KEY = "kvstrata"
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # tokens of an engine's block
 PREFERRED_BLOCK_SIZE = 64  # one page, the size that decode kernels stream best
-MOST_QUERIES = 16  # of a request in a decode call: one token and 15 drafts
-MOST_GROUP = 16  # query heads of a KV head
-TAIL_TOKENS = 64  # rows of a tail, or a multiple
+MOST_QUERIES = 16  # maximum queries of a request in a decode call: one token and 15 drafts
+MOST_GROUP = 16  # maximum query heads per KV head
+TAIL_TOKENS = 64  # rows of a tail; or a multiple
 EXAMPLE = '{"kvstrata": {"format": "K4V4"}}'
 
 
@@ -82,7 +82,7 @@ def tail_tokens(drafts: int) -> int:
 
 
 def layer_index(name: str) -> int:
-    """Number of a layer from its name in the model, such as 3 from ``model.layers.3.self_attn.attn``.
+    """Index of a layer from its name in the model, such as 3 from ``model.layers.3.self_attn.attn``.
 
     Raises ValueError unless the name has exactly one number.
     """
@@ -95,7 +95,7 @@ def layer_index(name: str) -> int:
 def heads_of_rank(total: int, local: int, rank: int, ranks: int) -> slice:
     """KV heads of a tensor-parallel rank; with more ranks than heads, consecutive ranks hold the same head.
 
-    Raises ValueError if ``total`` heads over ``ranks`` do not give ``local`` each.
+    Raises ValueError if ``total`` heads over ``ranks`` ranks do not give ``local`` each.
     """
     if local != max(total // ranks, 1) or (total % ranks and ranks % total):
         raise ValueError(f"calibration: expected {local} KV heads on each of {ranks} ranks, got a file with {total}")

@@ -1,4 +1,4 @@
-"""One attention layer over an engine's blocks of packed pages: what an adaptor calls.
+"""One attention layer over an engine's blocks of packed pages, called by an adaptor.
 
     cache   [num_blocks, kv_heads, block_size, bytes per token]     the engine's view, any strides but of the last two
     pages   [num_blocks, kv_heads, pages_per_block * page_bytes]    the same memory, as the packed ops address it
@@ -27,10 +27,10 @@ class PackedLayer:
     """Store and attention of one layer.
 
     Args:
-        options: what the user configured.
+        options: the user's options.
         heads, kv_heads, head_dim: sizes of the layer on this rank.
         scale: factor of the scores.
-        sliding_window: positions that a query sees, its own included; None is all.
+        sliding_window: number of positions that a query sees, including its own; None is all.
         softcap: cap of the scores; None is no cap.
         sinks: ``[heads]`` attention-sink logits, or None.
 
@@ -76,9 +76,9 @@ class PackedLayer:
         return cache.flatten(2), fmt
 
     def tail_of(self, slots: torch.Tensor | None) -> PlainRows | None:
-        """Rows of requests with these slots; None: the layer has no tail.
+        """Tail rows of requests with these slots; None if the layer has no tail.
 
-        Raises ValueError if the layer has one and a batch without slots comes.
+        Raises ValueError if the layer has one and the batch has no slots.
         """
         if self.tail is None:
             return None
@@ -96,8 +96,8 @@ class PackedLayer:
     ) -> None:
         """Write rows ``[T, kv_heads, head_dim]`` to their slots in ``cache``, which is mutated; -1 is padding.
 
-        Rows behind the last slot are padding too. ``rows``: those of the batch, for a layer with a tail, which is
-        mutated as well. May be captured in a CUDA graph after one call of the same shapes.
+        Rows after the last slot are padding too. ``rows``: those of the batch, for a layer with a tail, which is also
+        mutated. May be captured in a CUDA graph after one call of the same shapes.
         """
         pages, fmt = self.pages(cache)
         count = min(slot_mapping.shape[0], k.shape[0])
@@ -114,16 +114,16 @@ class PackedLayer:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: Batch, out: torch.Tensor
     ) -> None:
-        """Attention of a batch whose rows are stored already; rows of ``out [T, heads, head_dim]`` are written.
+        """Attention of a batch whose rows are already stored; writes rows of ``out [T, heads, head_dim]``.
 
         Args:
-            q: ``[T, heads, head_dim]``; rows behind the batch are padding.
+            q: ``[T, heads, head_dim]``; rows after the batch are padding.
             k, v: ``[T, kv_heads, head_dim]``, the new rows, which prefills read unquantised.
             cache: the engine's blocks.
             batch: the step.
-            out: contiguous; mutated, but for rows that are padding.
+            out: contiguous; mutated, except for padding rows.
 
-        A batch of decodes alone is two launches, decode and combine, which write to ``out`` directly. It may be
+        A batch of decodes only is two launches, decode and combine, which write to ``out`` directly. It may be
         captured in a CUDA graph after one call of the same shapes.
         """
         pages, fmt = self.pages(cache)
@@ -148,7 +148,7 @@ class PackedLayer:
                     exact_lengths=chunk.exact, out=out[rows],
                     workspace=workspace(q.device, self.staged_bytes(chunk.total_tokens, q.element_size())), **packed,
                 )  # fmt: skip
-            elif chunk.dense:  # by kernels that ragged rows cannot use
+            elif chunk.dense:  # kernels that do not support ragged rows
                 tensors = (x[rows].unflatten(0, (-1, chunk.max_seqlen_q)) for x in (q, k, v, out))
                 dense_q, dense_k, dense_v, dense_out = tensors
                 prefill_attention(dense_q, dense_k, dense_v, out=dense_out, **scoring)
@@ -159,14 +159,14 @@ class PackedLayer:
                 )  # fmt: skip
 
     def staged_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Bytes of the unpacked rows of ``tokens`` tokens, of as many KV heads at a time as `prefill_packed` takes."""
+        """Bytes of the unpacked rows of ``tokens`` tokens, for the KV heads that `prefill_packed` does at a time."""
         one_head = 2 * max(tokens, 1) * padded_dim(self.head_dim) * itemsize
         return one_head * max(1, min(self.kv_heads, STAGED // one_head))
 
     def decode_bytes(self, fmt: Format, heads: int, requests: int, queries: int, device: torch.device) -> int:
-        """Bytes of scratch of a decode of ``requests`` requests with up to ``queries`` queries each, by 16-bit rows.
+        """Bytes of scratch memory to decode ``requests`` requests with up to ``queries`` queries each, for 16-bit rows.
 
-        0 where its kernels allocate their own.
+        0 if its kernels allocate their own.
         """
         if device.type != "cuda":
             return 0

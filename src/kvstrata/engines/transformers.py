@@ -1,12 +1,12 @@
 """Continuous batching of transformers (`model.generate_batch`, `ContinuousBatchingManager`) over packed pages.
 
-transformers keeps what it does: it allocates blocks, schedules, shares prefixes and offloads. Two things change for a
-model inside `packed_batching`: allocators count the bytes of a format instead of 16 bit, and an attention function of
-our own writes and reads the blocks.
+transformers still allocates blocks, schedules, shares prefixes and offloads. Two things change for a model inside
+`packed_batching`: allocators count the bytes of a format instead of 16 bit, and our own attention function writes and
+reads the blocks.
 
     cache tensor   uint8 [blocks][layers of the allocator][kv_heads][block_size * bytes per token]
     write_index    slot of each new row: block * block_size + offset; -1 for padding and for rows that no query will see
-    read_index     block ids of each request, not slots of each token: the block table is made from them on the device
+    read_index     block ids of each request, not slots of each token: the block table is built from them on the device
     block_table    decode batches of models with full attention only: one call of `decode_packed`, also as a CUDA graph
 
 Layers with a sliding window keep ``ceil(window / block_size)`` blocks per request as a ring.
@@ -99,11 +99,11 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.write_trash_index = -1  # padding writes nothing
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Block ids of a request; `Step` makes the table of them."""
+        """Block ids of a request; `Step` builds the block table from them."""
         return self.block_table[request_id][: self.blocks_of(past_length + query_length)]
 
     def blocks_of(self, tokens: Any) -> Any:
-        """Blocks of a request with so many tokens; of an int or of a tensor."""
+        """Number of blocks of a request with ``tokens`` tokens, an int or a tensor."""
         blocks = (tokens + self.tokens_per_page - 1) // self.tokens_per_page
         if self.ring_blocks is None:
             return blocks
@@ -111,14 +111,14 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def update(self, *args: Any) -> Any:
         raise RuntimeError(
-            "packed_batching: expected a manager that is used inside the context it was made in; leave persistent"
+            "packed_batching: expected a manager that is used inside the context that created it; leave persistent"
             " managers (persistent_manager=True) in it, or destroy them"
         )
 
     get_cache_for_block_table = update
 
     def layer(self, number: int, module: Any, heads: int, scale: float, options: dict[str, Any]) -> PackedLayer:
-        """Layer of the model, made at its first call."""
+        """Layer of the model, created at its first call."""
         layer = self._layers.get(number)
         if layer is None:
             window, sinks = options.get("sliding_window"), options.get("s_aux")
@@ -135,7 +135,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         return layer
 
     def step(self, starts: torch.Tensor, options: dict[str, Any]) -> Step:
-        """The batch as two calls, made once for all layers; anew where a graph is captured, to be part of it."""
+        """The batch as two calls, built once for all layers, and again during a graph capture, as part of it."""
         capturing = starts.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._step is None or self._step[0] is not starts or self._step[1] != capturing:
             self._step = starts, capturing, Step(self, starts, options)
@@ -143,7 +143,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
 
 class PackedSlidingAllocator(PackedAllocator):
-    """Blocks of packed pages for the layers with a sliding window: a ring for each request."""
+    """Blocks of packed pages for layers with a sliding window: a ring per request."""
 
     supports_block_sharing = False
     supports_block_table = False
@@ -158,7 +158,7 @@ class PackedSlidingAllocator(PackedAllocator):
         return max(0, self.blocks_of(past_length + query_length) - allocated_blocks)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Slots in the ring; -1 for tokens that later ones of the same chunk would overwrite."""
+        """Slots in the ring; -1 for tokens that later tokens of the same chunk would overwrite."""
         table, page = self.block_table[request_id], self.tokens_per_page
         end = past_length + query_length
         first = max(past_length, end - self.ring_blocks * page)
@@ -167,13 +167,13 @@ class PackedSlidingAllocator(PackedAllocator):
 
 
 class Step:
-    """One batch for the layers of an allocator: where new rows go, and what is read."""
+    """One batch for the layers of an allocator: where new rows go, and which blocks are read."""
 
     def __init__(self, allocator: PackedAllocator, starts: torch.Tensor, options: dict[str, Any]) -> None:
         ends = options["cu_seq_lens_k"][allocator.layer_type]
         self.late_store = allocator.ring_blocks is not None
         table = options.get("block_table")
-        if table is not None:  # decodes alone, nothing is read on the host
+        if table is not None:  # decodes only, nothing is read on the host
             table, seq_lens = table[allocator.index], ends.diff()
             last = (seq_lens.long() - 1).clamp(min=0).unsqueeze(1)
             block = table.gather(1, last // allocator.tokens_per_page).long()
@@ -183,7 +183,7 @@ class Step:
             self.batch = Batch((DecodePart(self.tokens, table, seq_lens, None, None),))
             return
         starts_cpu, lengths = starts.cpu(), ends.cpu().diff()
-        requests = int((starts_cpu.diff() > 0).sum())  # padding requests are behind them
+        requests = int((starts_cpu.diff() > 0).sum())  # padding requests come last
         self.tokens = int(starts_cpu[requests])
         self.slots = options["write_index"][allocator.index][: self.tokens]
         blocks = options["read_index"][allocator.index]
@@ -215,7 +215,7 @@ class Step:
         """Store the new rows and attend; ``[T, heads, head_dim]``, zero for padding."""
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         early = self.tokens
-        if self.late_store and self.batch.prefills:  # a chunk overwrites what its first queries see
+        if self.late_store and self.batch.prefills:  # the chunk would overwrite tokens that its first queries see
             early = self.batch.prefills[0].first
         if early:
             layer.store(k[:early], v[:early], cache, self.slots[:early])
@@ -273,7 +273,7 @@ def _maker(original: type, packed: type) -> Any:
 
 
 def _resolve(config: Any, cb_config: Any, workload_hints: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' own, then block tables for decode batches, which it gives to its flash attention alone."""
+    """transformers' own function, plus block tables for decode batches, which it passes only to its flash attention."""
     resolved = _resolve_original(config, cb_config, workload_hints, *args, **kwargs)
     if config._attn_implementation not in _options:
         return resolved
@@ -292,7 +292,7 @@ _resolve_original = continuous_api.resolve_continuous_batching_config
 
 
 def _install() -> None:
-    """Let transformers ask for allocators by model; does nothing the second time."""
+    """Make transformers choose allocators by model; does nothing the second time."""
     pairs = {
         FullAttentionCacheAllocator: PackedAllocator,
         SlidingAttentionCacheAllocator: PackedSlidingAllocator,
@@ -305,19 +305,19 @@ def _install() -> None:
 
 @contextmanager
 def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: str | None = None) -> Iterator[None]:
-    """Let continuous batching of a model use packed pages of one format, as long as the context lasts.
+    """Context in which continuous batching of a model uses packed pages of one format.
 
     Args:
-        model: a decoder whose layers have full attention or a sliding window. Its config names another attention inside
-            the context, so that only `generate_batch` and managers made in it work there.
-        format: of K and V, such as ``K8V8`` or ``K4V4``; head_dim has to be 64, 128 or 256.
+        model: a decoder whose layers have full attention or a sliding window. Inside the context its config names
+            another attention function, so only `generate_batch` and managers created there work.
+        format: format of K and V, such as ``K8V8`` or ``K4V4``; head_dim must be 64, 128 or 256.
         calibration: file of `kvstrata calibrate`, or None.
 
-    Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of so many 16-bit blocks,
-    so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs where
+    Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of that many 16-bit
+    blocks, so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs if
     transformers would capture them.
 
-    Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not have.
+    Raises ValueError or TypeError for a format, a page size or head dims that packed pages do not support.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -336,7 +336,7 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
         raise ValueError(
             f"calibration: expected a file of {text.num_hidden_layers} layers, got {len(given.layers)}: {calibration}"
         )
-    name = f"kvstrata_{format}_{id(model):x}_flash"  # "flash": no masks, and no digit behind it, which is a version
+    name = f"kvstrata_{format}_{id(model):x}_flash"  # "flash": no masks; a digit after it would be a version
     before = model.config._attn_implementation
     with _lock:
         _install()

@@ -1,8 +1,8 @@
 """kvstrata as vLLM's attention backend ``CUSTOM``: the interface of vLLM 0.32, and nothing else.
 
 vLLM allocates blocks ``[num_blocks, kv_heads, block_size, bytes per token]``, `KvstrataBuilder` turns its batch into a
-`Batch`, and `KvstrataImpl` hands rows and batch to a `PackedLayer`. tests/data/vllm_signatures.json lists every name
-and signature that this file relies on. `register_vllm` of the package names `KvstrataBackend` to vLLM.
+`Batch`, and `KvstrataImpl` passes rows and batch to a `PackedLayer`. tests/data/vllm_signatures.json lists every name
+and signature that this file relies on. `register_vllm` of the package registers `KvstrataBackend` with vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .options import (
     tail_tokens,
 )
 from .packed import PackedLayer
-from .rehearsal import rehearse
+from .warmup import warm_up
 from .weights import Owner, calibration_of, update
 from .workspace import workspace
 
@@ -50,9 +50,9 @@ except ImportError as error:
         f"kvstrata.engines.vllm needs vLLM 0.32 and its attention interface: pip install 'kvstrata[vllm]' ({error})"
     ) from error
 
-logger = logging.getLogger("vllm.kvstrata")  # below vLLM's own, which has the handlers
+logger = logging.getLogger("vllm.kvstrata")  # below vLLM's own logger, which has the handlers
 
-# What vLLM says of a configuration that a backend does not support, and what we say.
+# vLLM's reasons for refusing a configuration, and ours.
 REFUSALS = {
     "head_size not supported": f"the model's head_dim is none of {HEAD_DIMS}",
     "dtype not supported": "the model's dtype is neither float16 nor bfloat16 (--dtype)",
@@ -72,16 +72,16 @@ REFUSALS = {
 }
 
 
-DRAFTS_WITH_TAIL = ("ngram", "ngram_gpu")  # whose drafts need no layers of their own
+DRAFTS_WITH_TAIL = ("ngram", "ngram_gpu")  # draft methods without layers of their own
 
 
 class _Latest:
-    """Options of the model that was made last, for calls that vLLM makes outside its configuration's context."""
+    """Options of the latest model, for calls that vLLM makes outside its configuration's context."""
 
     options: Options | None = None
 
 
-_rehearsed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are there
+_warmed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled and loaded
 _said: set[str] = set()
 
 
@@ -91,12 +91,12 @@ def current_options() -> Options:
     if config is not None:
         _Latest.options = Options.parse(config.additional_config)
     if _Latest.options is None:
-        raise RuntimeError("kvstrata: vLLM asked for the bytes of a block before it made a layer")
+        raise RuntimeError("kvstrata: vLLM requested the bytes of a block before it created a layer")
     return _Latest.options
 
 
 def most_prefilled(config: Any, kv_heads: int, head_dim: int) -> int:
-    """Tokens that one prefill call takes, prefixes included, such that their unpacked rows fit STAGED bytes."""
+    """Tokens per prefill call, including prefixes, such that their unpacked rows fit STAGED bytes."""
     longest = config.model_config.max_model_len + config.scheduler_config.max_num_batched_tokens
     return max(min(STAGED // (4 * kv_heads * head_dim), longest), 1)
 
@@ -106,7 +106,7 @@ def check_tail(config: Any) -> None:
     if not config.use_v2_model_runner:
         raise ValueError("kvstrata: a tail needs model runner V2, since V1 has no fixed index for a request.")
     if config.model_config.is_hybrid:
-        raise ValueError("kvstrata: a tail needs prefix hits of whole blocks, which hybrid models do not keep to.")
+        raise ValueError("kvstrata: a tail needs prefix hits of whole blocks, which hybrid models do not guarantee.")
     drafts = config.speculative_config
     if drafts is not None and drafts.method not in DRAFTS_WITH_TAIL:
         raise ValueError(f"kvstrata: a tail works with drafts of {DRAFTS_WITH_TAIL} only, got {drafts.method!r}.")
@@ -220,7 +220,7 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
         pinned = self.tail_slots.device.type == "cuda"
         host = torch.full((common.num_reqs,), -1, dtype=torch.int32, pin_memory=pinned)
         host[: len(common.req_idx)] = torch.as_tensor(common.req_idx)
-        # At the same address in every step, for CUDA graphs.
+        # Same address in every step, for CUDA graphs.
         return self.tail_slots[: common.num_reqs].copy_(host, non_blocking=True)
 
     def build(
@@ -228,7 +228,7 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
     ) -> KvstrataMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise ValueError("kvstrata: attention that is not causal is not supported.")
+            raise ValueError("kvstrata: non-causal attention is not supported.")
         requests = common.num_reqs
         batch = make_batch(
             common.query_start_loc[: requests + 1],
@@ -289,14 +289,14 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         self._weighed = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks and calibrate K, now that the weights of the model are there."""
+        """Convert the sinks and calibrate K, after the weights of the model are loaded."""
         if self.layer.sinks is not None:
             self.layer.sinks = self.layer.sinks.detach().float().contiguous()
         if self.owner is not None:
             self._calibrate_by_weights(self.owner.get())
 
     def _calibrate_by_weights(self, module: torch.nn.Module | None) -> None:
-        """Balance and centre of K from the module that owns the layer; new weights of a layer change them in place."""
+        """Balance and centre of K from the module that owns the layer; reloaded weights update them in place."""
         if module is None or self.config is None:
             return
         turned = bool(getattr(self.config.model_config.hf_text_config, "rope_parameters", None))
@@ -313,7 +313,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             logger.info("kvstrata: " + text, what, type(module).__name__)
 
     def _calibrate(self, layer: Any, device: torch.device) -> None:
-        """Read this layer's part of the calibration file, at the first rows that are stored."""
+        """Read this layer's part of the calibration file, when the first rows are stored."""
         calibration = Calibration.load(self.options.calibration or "")
         number = layer_index(layer.layer_name)
         if number >= len(calibration.layers):
@@ -335,13 +335,13 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return
         if not self._calibrated:
             self._calibrate(layer, kv_cache.device)
-        if not self.options.tail:  # `forward` has what a tail needs
+        if not self.options.tail:  # with a tail, `forward` stores
             self.layer.store(key, value, kv_cache, slot_mapping)
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate what the layer needs beside vLLM's blocks, during memory profiling, so that vLLM counts it.
+        """Allocate what the layer needs in addition to vLLM's blocks, during memory profiling, so that vLLM counts it.
 
-        Kernels are compiled here, too, or the first requests would wait for them.
+        Kernels are also compiled here; otherwise the first requests would wait for them.
         """
         if self.config is None:
             return
@@ -364,9 +364,9 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             self.num_heads, self.num_kv_heads, self.head_size, self.sliding_window, capped, sinks, dtype, device,
             own is not None and own.balance is not None, own is not None and own.centre is not None,
         )  # fmt: skip
-        if kind not in _rehearsed and block_size in BLOCK_SIZES:
-            _rehearsed.add(kind)
-            rehearse(self.layer, self.num_heads, block_size, dtype, device)
+        if kind not in _warmed and block_size in BLOCK_SIZES:
+            _warmed.add(kind)
+            warm_up(self.layer, self.num_heads, block_size, dtype, device)
 
     def forward(
         self,

@@ -1,10 +1,10 @@
 """Calibration of a layer from the model's weights, without a file.
 
-An engine gives an attention layer its rows, not the projection that made them. But the module that owns the layer
-owns the projection, too: `Owner` catches it when the layer becomes its child. After weights are loaded,
-`calibration_of` finds the projections of Q and K and the RoPE among the module's children. Modules are known by
-their attributes, so nothing of an engine is imported. On a tensor-parallel rank weights are the rank's rows, and so is
-what is computed from them.
+An engine passes rows to an attention layer, not the projection that computed them. But the module that owns the layer
+also owns the projection: `Owner` records it when the layer becomes its child. After weights are loaded,
+`calibration_of` finds the projections of Q and K and the RoPE among the module's children. Modules are recognised by
+their attributes, so no engine is imported. On a tensor-parallel rank, weights are the rank's rows, and so is everything
+computed from them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from kvstrata.quant.calibration import LayerCalibration
 from kvstrata.quant.weights import balance_from_weights, centre_from_bias, is_plain
 
-FAR = 1024  # position whose angle gives those of slow pairs, which a row of 16-bit numbers near it does not
+FAR = 1024  # position whose angle resolves slow pairs, which a 16-bit row at position 1 does not
 
 
 class Owner:
     """The module that owns an attention layer, if an attribute ``owner`` of the layer's ``impl`` is this object.
 
-    The first one adds a hook that sees every module of the process that becomes a child of another, and changes none.
+    The first instance adds a hook that is called for every module of the process that becomes a child; it changes none.
     """
 
     _watched = False
@@ -36,7 +36,7 @@ class Owner:
             register_module_module_registration_hook(_see)
 
     def get(self) -> torch.nn.Module | None:
-        """The module; None if the layer is no module's child."""
+        """The module; None if the layer is not a child of any."""
         return None if self._module is None else self._module()
 
 
@@ -50,15 +50,15 @@ def _see(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> N
 def calibration_of(
     module: torch.nn.Module, heads: int, kv_heads: int, dim: int, turned: bool
 ) -> tuple[LayerCalibration | None, str]:
-    """Calibration of a layer from the projections of its owner, on their device, and what it is made of or why not.
+    """Calibration of a layer from the projections of its owner, on their device, and its sources or why it is None.
 
     Args:
         module: owner of the layer: children with ``num_heads``, ``num_kv_heads`` and ``head_size`` (a fused
             projection), or ``q_proj`` and ``k_proj``; a RoPE with ``cos_sin_cache`` and ``is_neox_style``.
         heads, kv_heads, dim: sizes of the layer on this rank.
-        turned: whether the model has RoPE, for a module without one.
+        turned: True if the model has RoPE, for a module without one.
 
-    A balance of ones is left out. Weights that are quantised themselves give a centre alone, from the bias of K.
+    A balance of ones is left out. Quantised weights give only a centre, from the bias of K.
     """
     children: dict[str, Any] = dict(module.named_children())
     if norm := next((name for name in children if "norm" in name), None):
@@ -83,12 +83,12 @@ def calibration_of(
         centre = centre / balance
     parts = [name for name, x in (("balance", balance), ("centre", centre)) if x is not None]
     if not parts:
-        return None, "its weights ask for none" if k is not None else "its weights are quantised, and K has no bias"
+        return None, "its weights need none" if k is not None else "its weights are quantised, and K has no bias"
     return LayerCalibration(balance, centre), " and ".join(parts)
 
 
 def update(calibration: LayerCalibration | None, own: LayerCalibration | None) -> None:
-    """Write ``own``, of new weights, into ``calibration``, whose tensors stay where they are; it gets no new ones."""
+    """Write ``own``, from new weights, into the tensors of ``calibration``, in place; adds no tensors."""
     if calibration is None:
         return
     balance, centre = (None, None) if own is None else (own.balance, own.centre)
@@ -103,7 +103,7 @@ def update(calibration: LayerCalibration | None, own: LayerCalibration | None) -
 def _projections(
     children: dict[str, Any], heads: int, kv_heads: int, dim: int
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
-    """Weight and bias of Q and of K, None each unless they are rows of plain numbers."""
+    """Weight and bias of Q and of K; None for each that is not a plain floating-point tensor."""
     sizes = [heads * dim, kv_heads * dim]
     for child in children.values():
         if all(hasattr(child, name) for name in ("num_heads", "num_kv_heads", "head_size")):
@@ -124,7 +124,7 @@ def _projections(
 
 
 def _rows(x: Any, rows: int, sizes: list[int]) -> list[torch.Tensor | None]:
-    """The first ``sizes`` of ``rows`` rows; None each if ``x`` is something else."""
+    """The first ``sizes`` of ``rows`` rows; None for each if ``x`` is something else."""
     if not is_plain(x) or x.shape[0] != rows:
         return [None] * len(sizes)
     return list(x.detach()[: sum(sizes)].split(sizes))
@@ -136,7 +136,7 @@ def _rope(
     """Radians per position of the pairs of channels, and whether pairs are (2 i, 2 i + 1); None if that is unknown."""
     rotation = next((child for child in children.values() if hasattr(child, "cos_sin_cache")), None)
     if rotation is None:
-        without = not turned or getattr(module, "rotary_emb", module) is None  # layers without RoPE in a model with it
+        without = not turned or getattr(module, "rotary_emb", module) is None  # a layer without RoPE
         return ((), False) if without else None
     table, is_neox = rotation.cos_sin_cache, getattr(rotation, "is_neox_style", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or type(is_neox) is not bool:

@@ -1,7 +1,7 @@
-"""Scratch memory of engines: one buffer per device and stream, shared by all layers, which use it in turn.
+"""Scratch memory of engines: one buffer per device and stream, shared by all layers, which use it one after the other.
 
-Buffers are never freed: a captured CUDA graph may hold their addresses. One that is too small is kept beside a larger
-one, at least twice its size.
+Buffers are never freed: a captured CUDA graph may hold their addresses. A buffer that is too small is kept in addition
+to a larger one, at least twice its size.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ __all__ = ["StrataCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: transformers takes seconds, and is an extra."""
+    """Import `StrataCache` lazily: transformers takes seconds to import, and is optional."""
     if name != "StrataCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,14 +1,13 @@
-"""The way from transformers' attention interface to a compressed layer.
+"""Routes attention calls of transformers models to compressed layers.
 
-A model looks its attention function up by `config._attn_implementation`, after it has given K and V to the cache. While
-a `StrataCache` is alive, such a lookup returns the same function behind `_call`, which only looks at the type of K:
+A model passes K and V to the cache, then looks up its attention function by `config._attn_implementation`. While a
+`StrataCache` is alive, the lookup returns that function wrapped in `_call`, which dispatches on the type of K:
 
     update(k, v) ──▶ Pending ──▶ lookup ──▶ _call ──▶ the layer: prompt or decode step
-                     tensors ──▶ lookup ──▶ _call ──▶ the function that was looked up, same arguments
+                     tensors ──▶ lookup ──▶ _call ──▶ the original function, same arguments
 
-Neither the config nor the registries of attention and mask functions are changed, so any other cache, a mask, a
-compiled graph and continuous batching are what they are without kvstrata. Calls of models go by way of forward.py for
-as long.
+Neither the config nor the registries of attention and mask functions are changed, so other caches, masks, compiled
+graphs and continuous batching behave as without kvstrata. Calls of models are routed through forward.py for as long.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from .logits import Logits
 BASES = ("sdpa", "eager")  # their masks are tensors [rows, 1, queries, columns]
 REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_table", "indices", "block_indices")
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# query, key, value, mask -> output: the model's own attention, everything else bound
-Under = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-# query, mask, under, logits -> output: attention of another layer to K and V that are stored already
-Again = Callable[[torch.Tensor, torch.Tensor | None, Under, Logits], torch.Tensor]
+# query, key, value, mask -> output: the model's own attention with all other arguments bound
+ModelAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# query, mask, model_attention, logits -> output: attention of another layer over K and V that are already stored
+AttendShared = Callable[[torch.Tensor, torch.Tensor | None, ModelAttention, Logits], torch.Tensor]
 
 
 class AttentionCall(NamedTuple):
@@ -41,8 +40,8 @@ class AttentionCall(NamedTuple):
     query: ``[rows, heads, queries, D]``.
     key, value: ``[rows, kv_heads, queries, D]``.
     mask: ``[rows, 1, queries, columns]`` or None.
-    positions: the model's ``position_ids``, None if it does not pass them on.
-    under: the model's own attention.
+    positions: the model's ``position_ids``, None if it does not pass them to its attention.
+    model_attention: the model's own attention.
     module: the model's attention layer.
     """
 
@@ -51,15 +50,15 @@ class AttentionCall(NamedTuple):
     value: torch.Tensor
     mask: torch.Tensor | None
     positions: torch.Tensor | None
-    under: Under
+    model_attention: ModelAttention
     logits: Logits
     module: torch.nn.Module
 
 
 class CompressedLayer(Protocol):
-    """A layer that stores K and V and attends to all that it holds; ``again`` serves layers that share its K and V."""
+    """A layer that stores K and V and attends to all it holds; ``attend_shared`` serves layers that share them."""
 
-    again: Again | None
+    attend_shared: AttendShared | None
 
     def step(
         self,
@@ -74,17 +73,17 @@ class CompressedLayer(Protocol):
 
 
 class Pending:
-    """New rows of K or V on their way from `update` to `attend`: not a tensor, and says so when it is taken for one."""
+    """New rows of K or V between `update` and `attend`; any use as a tensor raises an error."""
 
-    __slots__ = ("again", "is_stored", "layer", "rows")
+    __slots__ = ("attend_shared", "is_stored", "layer", "rows")
 
     def __init__(self, layer: CompressedLayer, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
-        self.again: Again | None = None  # of K that is stored, where layers share it
+        self.attend_shared: AttendShared | None = None  # set if other layers share this K, which is then stored already
         self.is_stored = False
 
     def to(self, device: torch.device) -> Pending:
-        """Itself: what layers that share K and V ask for."""
+        """Return self: layers that share K and V call it."""
         return self if device == self.rows.device else self._refuse(f".to({device})")
 
     def _refuse(self, use: str) -> NoReturn:
@@ -106,14 +105,14 @@ class Pending:
 
 
 class Ready:
-    """`Pending` in a forward of operators only, in a form that dynamo traces; the model's prompt was `Pending`."""
+    """Counterpart of `Pending` that dynamo can trace, for decode steps made of operators only (packed pages)."""
 
     def __init__(self, layer: CompressedLayer, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
 
 
 def check_implementation(config: PreTrainedConfig) -> str:
-    """Attention of a text model's config; raises ValueError where it is not one that takes a mask as a tensor."""
+    """Attention implementation of a text model's config; raises ValueError if its masks are not tensors."""
     name = config._attn_implementation or "eager"
     if name not in BASES:
         raise ValueError(
@@ -144,7 +143,7 @@ def _check(
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if mask is None and queries > 1 and (base == "eager" or not causal):
-        raise NotImplementedError("is_causal: expected causal attention with a StrataCache, got attention both ways")
+        raise NotImplementedError("is_causal: expected causal attention with a StrataCache, got a bidirectional one")
     if options.get("sliding_window") not in (None, window):
         raise NotImplementedError(
             f"sliding_window: expected {window} in this layer of the cache, got {options['sliding_window']}"
@@ -160,7 +159,7 @@ def _check(
         )
 
 
-@torch.compiler.disable  # a compiled model steps out of its graph for the cache
+@torch.compiler.disable  # graph break: the cache runs eagerly
 def _attend(
     base: str,
     function: Attend,
@@ -173,17 +172,19 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     _check(base, module, query.shape[2], attention_mask, options, getattr(key.layer, "sliding_window", None))
 
-    def under(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def model_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return function(module, q, k, v, mask, **options)[0]
 
     logits = _logits(query, options)
-    if key.again is not None:
-        return key.again(query, attention_mask, under, logits), None
+    if key.attend_shared is not None:
+        return key.attend_shared(query, attention_mask, model_attention, logits), None
     if key.is_stored:
         key._refuse("in a second layer")
     layer, positions = key.layer, options.get("position_ids")
-    out = layer.attend(AttentionCall(query, key.rows, value.rows, attention_mask, positions, under, logits, module))
-    key.is_stored, key.again, layer.again = True, layer.again, None
+    out = layer.attend(
+        AttentionCall(query, key.rows, value.rows, attention_mask, positions, model_attention, logits, module)
+    )
+    key.is_stored, key.attend_shared, layer.attend_shared = True, layer.attend_shared, None
     return out, None
 
 
@@ -201,7 +202,7 @@ def _step(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A layer of a forward that holds operators only, traced by dynamo."""
+    """Attention of one layer in a step made of operators only; traced by dynamo."""
     _check(base, module, query.shape[2], attention_mask, options)
     return key.layer.step(query, key.rows, value.rows, attention_mask, _logits(query, options)), None
 
@@ -234,11 +235,11 @@ def _getitem_behind_call(self: AttentionInterface, key: str) -> Attend:
 
 
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
-_lock = threading.RLock()  # a finalizer may run while it is held
+_lock = threading.RLock()  # reentrant: a finalizer may run while it is held
 
 
 def connect(cache: Any) -> None:
-    """Put lookups behind `_call`, and models behind `forward.call`, for as long as ``cache`` is alive."""
+    """Wrap attention lookups in `_call` and model calls in `forward.call` for as long as ``cache`` is alive."""
     if cache in _users:
         return
     with _lock:
@@ -251,7 +252,7 @@ def connect(cache: Any) -> None:
 
 def _disconnect() -> None:
     with _lock:
-        if any(True for _ in _users):  # len() counts dead ones
+        if any(True for _ in _users):  # len() also counts dead references
             return
         if AttentionInterface.get_interface is _get_interface_behind_call:
             AttentionInterface.get_interface = _get_interface

@@ -1,9 +1,9 @@
-"""The balance of a row's K, from its prompt or from the model's weights.
+"""Balance of a row's K, from its prompt or from the model's weights.
 
-A prompt attends by the model's own function before it is stored, so its queries and keys are at hand. Some tens of
+A prompt attends with the model's own function before it is stored, so its queries and keys are at hand. A few dozen
 tokens are enough: the balance is a fourth root, rounded to a power of two. The first tokens are left out if there are
-others, since models have attention sinks whose K is like no other. A shorter prompt uses the rows of ``q_proj`` and
-``k_proj``, as if the inputs of these were of unit variance.
+others, because the K of attention sinks is atypical. A shorter prompt uses the rows of ``q_proj`` and ``k_proj``,
+assuming inputs of unit variance.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvstrata.cache.policy.centre import turns
+from kvstrata.cache.policy.centre import rope_tables
 from kvstrata.quant import weights
 from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
-from kvstrata.quant.rope import mean_turn
+from kvstrata.quant.rope import mean_rotation
 
-from .moments import Looked, Moments, channels, sums
+from .moments import Moments, PromptSample, channels, sums
 
-SINKS = 4  # first tokens that are left out
-ENOUGH = 16  # tokens of a prompt that are preferred to weights
-FEWEST = 4  # tokens that are used where there are no weights
-MOST = 512  # tokens that are looked at
-AHEAD = 2048  # positions that a balance is planned for
-PRIOR = 32  # tokens that weigh as much as the assumption that both channels of a pair are alike
-LEAST = 1 / 32  # of a pair's energy, for each of its channels
+SINKS = 4  # leading tokens that are left out: attention sinks
+ENOUGH = 16  # with at least as many tokens, the prompt is used rather than the weights
+FEWEST = 4  # minimum number of tokens if there are no weights to use
+MOST = 512  # maximum number of tokens used
+AHEAD = 2048  # horizon: positions over which energies are averaged
+PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
+LEAST = 1 / 32  # lower bound of a channel's share of its pair's energy
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
@@ -49,7 +49,7 @@ def _interleaved(function: Any) -> bool | None:
 
 
 def columns_needed(real: np.ndarray) -> int:
-    """Number of first columns that hold the tokens `from_prompt` looks at; ``real [rows, n]``, False for padding."""
+    """Number of leading columns that contain the tokens `from_prompt` uses; ``real [rows, n]``, False for padding."""
     number = real.cumsum(1)
     used = (real & (number <= SINKS + MOST)).any(0)
     return int(np.flatnonzero(used)[-1:].sum()) + 1
@@ -62,11 +62,11 @@ def from_prompt(
     rope: Sequence[float],
     is_interleaved: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Balance of each row, float32 ``[rows, kv_heads, D]``, and how many of its tokens were looked at, ``[rows]``.
+    """Balance of each row, float32 ``[rows, kv_heads, D]``, and number of its tokens that were used, ``[rows]``.
 
     Args:
-        query: ``[rows, heads, n, D]``, as it multiplies K; ``key [rows, kv_heads, n, D]``.
-        real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are looked at.
+        query: ``[rows, heads, n, D]``, scaled as for the product with K; ``key [rows, kv_heads, n, D]``.
+        real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are used.
         rope: radians per position of K's rotated channel pairs, empty for none.
         is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
     """
@@ -92,28 +92,29 @@ def squares(
     rope: Sequence[float],
     is_interleaved: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; tokens looked at, ``[rows]``.
+    """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; number of tokens used, ``[rows]``.
 
-    They are means over `AHEAD` positions, or twice the tokens of a row if these are more. Arguments are those of
-    `from_prompt`. Where RoPE pairs channels in an unknown way, they are those of the prompt, K with its centre.
+    They are means over `AHEAD` positions, or over twice the tokens of a row if that is more. Arguments are those of
+    `from_prompt`. If it is unknown how RoPE pairs channels, they are means over the prompt, without subtracting a
+    centre.
 
-    A pair of channels is a complex number z. Turned back to position 0, rows have the means c of z, e of |z|² and p of
-    z², which says how unlike the two channels are. Over all positions to come these are c·μ1, e and p·μ2, with μ the
-    mean turn by the angle and by twice the angle, and the squares of the channels are (e ± Re p·μ2) / 2. The centre of
-    K takes |c·μ1|² from e and (c·μ1)² from p·μ2.
+    A pair of channels is a complex number z. Rotated back to position 0, rows have the means c of z, e of |z|² and p of
+    z², which measures how much the two channels differ. Over all future positions these become c·μ1, e and p·μ2, where
+    μ1 and μ2 are the mean rotations by the angle and by twice the angle, and the squares of the channels are
+    (e ± Re p·μ2) / 2. Centring K subtracts |c·μ1|² from e and (c·μ1)² from p·μ2.
     """
     tokens, real = real.sum(1), real[:, : key.shape[2]]
     number = real.cumsum(1) - 1
     skipped = (tokens - FEWEST).clamp(min=1, max=SINKS)
     use = real & (number >= skipped.unsqueeze(1)) & (number < SINKS + MOST)
-    if use.device.type == "cpu":  # on a CPU, drop columns behind the last used one; on a GPU that would need a sync
+    if use.device.type == "cpu":  # on a CPU, drop columns after the last used one; on a GPU that would need a sync
         last = int(use.any(0).nonzero().flatten()[-1:].sum()) + 1
         use, number, query, key = use[:, :last], number[:, :last], query[:, :, :last], key[:, :, :last]
     count = use.sum(1)
     weight = use.float() / count.clamp(min=1).unsqueeze(1)
     is_known = is_interleaved is not None
     cos, sin, angle = _constants(tuple(rope) if is_known else (), number.device)
-    means = _moments(Looked(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
+    means = _moments(PromptSample(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
     turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
     (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
     k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], device=key.device).unbind(0)
@@ -125,7 +126,7 @@ def squares(
         return k_square, q_square, count
     m = Moments(*(x[..., turned] for x in means))
     horizon = (2 * tokens).clamp(min=AHEAD)
-    first, second = (torch.complex(*mean_turn(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
+    first, second = (torch.complex(*mean_rotation(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
     trust, trust_q = ((n / (n + PRIOR)).view(-1, 1, 1) for n in (count, count * (query.shape[1] // key.shape[1])))
     common, unlike = torch.complex(m.x, m.y), torch.complex(m.k_unlike, m.k_cross)
     centre = common * first
@@ -136,20 +137,20 @@ def squares(
     return k_square, q_square, count
 
 
-def _moments(looked: Looked) -> Moments:
-    if looked.key.device.type == "cuda":
+def _moments(sample: PromptSample) -> Moments:
+    if sample.key.device.type == "cuda":
         from . import moments_triton
 
-        return Moments(*moments_triton.sums(looked).unbind(2))
+        return Moments(*moments_triton.sums(sample).unbind(2))
     if find_spec("numba") is not None:
         from . import moments_numba
 
-        return Moments(*moments_numba.sums(looked).unbind(2))
-    return Moments(*sums(looked).unbind(2))
+        return Moments(*moments_numba.sums(sample).unbind(2))
+    return Moments(*sums(sample).unbind(2))
 
 
 def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, differ: torch.Tensor) -> None:
-    """Write the squares of the two channels of pairs, whose sum is ``size`` and whose difference is ``differ``."""
+    """Write the squares of the two channels of each pair: their sum is ``size``, their difference ``differ``."""
     size = size.clamp(min=0)
     for part, difference in ((one, differ), (two, -differ)):
         into[..., part] = torch.maximum(size + difference, LEAST * size) / 2
@@ -157,10 +158,10 @@ def _split(into: torch.Tensor, one: slice, two: slice, size: torch.Tensor, diffe
 
 @lru_cache(maxsize=8)
 def _constants(rope: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Cos and sin ``[positions, pairs]`` of the tokens that are looked at, and the angles, float64 ``[pairs]``; kept on
-    the device, since an upload waits for it."""
+    """Cos and sin ``[positions, pairs]`` of the tokens used, and the angles, float64 ``[pairs]``; cached on the
+    device, since an upload synchronises with it."""
     with torch.inference_mode(False), torch.no_grad():
-        return *turns(rope, SINKS + MOST, device), torch.tensor(rope, dtype=torch.float64, device=device)
+        return *rope_tables(rope, SINKS + MOST, device), torch.tensor(rope, dtype=torch.float64, device=device)
 
 
 _of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
@@ -169,15 +170,15 @@ _of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]]
 def from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None where they do not determine it.
+    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None if they do not determine it.
 
-    Computed once for a module, until its weights change.
+    Cached per module until its weights change.
     """
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
     linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
     given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    if any(x.is_inference() for x in tensors):  # which have no version
+    if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
         return _from_weights(module, *sizes)
     key = (*sizes, _normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
     known = _of_weights.get(module)

@@ -1,7 +1,7 @@
 """``StrataCache``: a transformers cache whose full-attention layers are the layers of one `TieredCache`.
 
 row of the batch    = request of the TieredCache
-column of the batch = a token or padding; only tokens are stored, so every row has a length of its own
+column of the batch = a token or padding; only tokens are stored, so every row has its own length
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvstrata
-from kvstrata.attention.ahead import load_kernels
+from kvstrata.attention.cache_warmup import load_kernels
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.clone import clone
 from kvstrata.cache.policy.budget import DEFAULT, Memory, check_budget
@@ -42,11 +42,11 @@ from .rope import frequencies
 from .steps import Steps
 from .window import LEAST, WindowLayer
 
-TOKENS = 2**15  # tables for so many unless a prompt or the config says otherwise; positions take 2 bytes
+TOKENS = 2**15  # default capacity of the tables, unless a prompt or the config needs more; positions then take 2 bytes
 
-# Arguments of TieredCache that are not the caller's here, and what is in their place.
+# Arguments of TieredCache that the caller may not pass here, and what determines them instead.
 OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
-OWN["max_requests"] = " (max_batch= asks for more rows)"
+OWN["max_requests"] = " (max_batch= sets the number of rows)"
 OWN["sensitivity"] = " (a calibration has it)"
 
 
@@ -59,25 +59,27 @@ class StrataCache(Columns):
     Args:
         config: the model's (``model.config``); it is not changed.
         budget: a fraction of 16 bit; 1.0 compresses nothing, None is no limit.
-        budget_bytes: bytes for the whole cache, in place of ``budget``.
+        budget_bytes: bytes for the whole cache, instead of ``budget``.
         tiers, recent_tokens, sink_tokens, page_tokens, policy, ...: passed to `kvstrata.TieredCache`.
-        dtype: of tokens that are not compressed; None is the model's, and float16 where a float32 model is compressed.
+        dtype: dtype of tokens that are not compressed; None is the model's, or float16 if a float32 model is
+            compressed.
         max_batch: largest number of rows, for `batch_repeat_interleave`; None is that of the first forward.
-        max_tokens: largest length of a row; None starts with the config's context length, up to 32768 for shorter
+        max_tokens: largest length of a row; None starts with the config's context length, at most 32768 for shorter
             prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled for importance.
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
-            both from each row's prompt; ``balance=False`` does without a balance.
-        capture: run decode steps, one new token of every row, as CUDA graphs; None does on a GPU. `decoding` says how
-            they run, and why not so.
-        compile: let inductor compile the forward before it is captured.
-        format: ``K4V4`` and the like packs all tokens in one format instead, and takes no budget: the result is a
+            both from each row's prompt; ``balance=False`` uses no balance.
+        capture: run decode steps, one new token in every row, as CUDA graphs; None does so on a GPU. `decoding` says
+            how they run and, if they are eager, why.
+        compile: compile the forward with inductor before it is captured.
+        format: a format such as ``K4V4``; packs all tokens in it instead of using a budget. The result is a
             `kvstrata.hf.packed.PackedCache`, whose steps `generate` may compile.
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
-    transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, from the first token on.
-    Gradients do not flow through stored tokens. Not safe under CUDA graph capture by others, since a forward reads
-    sizes on the host: the cache captures steps itself, and `kvstrata.hf.step` has one for engines.
+    transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, available from the first
+    token. Gradients do not flow through stored tokens. Not safe under CUDA graph capture by the caller, since a forward
+    reads
+    sizes on the host: the cache captures steps itself, and `kvstrata.hf.step` has a step for engines to capture.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
@@ -96,7 +98,7 @@ class StrataCache(Columns):
     """
 
     def __new__(cls, *arguments: Any, format: str | None = None, **options: Any) -> Any:
-        """A `PackedCache` where a format is given; copies and pickles give nothing."""
+        """Create a `PackedCache` if a format is given; copies and pickles pass no arguments."""
         return super().__new__(cls) if format is None else PackedCache(*arguments, format=format, **options)
 
     def __init__(
@@ -122,10 +124,10 @@ class StrataCache(Columns):
         known = [name for name in inspect.signature(TieredCache).parameters if name not in OWN]
         for name in options:
             if name in OWN:
-                raise TypeError(f"{name}: expected to be left out, the model decides it{OWN[name]}, got it")
+                raise TypeError(f"{name}: expected to be left out, since the model determines it{OWN[name]}")
             if name not in known:
                 raise TypeError(f"{name}: expected an option of TieredCache ({', '.join(known)}), got an unknown one")
-        # Values are checked now, not in the middle of the first forward.
+        # Check values now, not in the middle of the first forward.
         check_int("importance_queries", importance_queries, 1)
         for name, flag in (("capture", capture), ("compile", compile)):
             if type(flag) is not bool and (flag is not None or name == "compile"):
@@ -151,12 +153,12 @@ class StrataCache(Columns):
         self.prompts, self._unfinished = Prompts(), None
         self._shape: tuple[int, int] | None = None
         self.steps, self.forward = Steps(), Forward(capture, compile)
-        self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of what has room for more
+        self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of a buffer that may be longer
         self._checked, self.checked_window = LastMask(), LastMask()
-        self.guard: Guard | None = None  # while a first prompt is looked at
+        self.guard: Guard | None = None  # set during the first prompt
 
         layers = DynamicCache(config=config).layers
-        self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers have K and V of others
+        self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers that share the K and V of others
         self._compressed = 0
         for place, layer in enumerate(layers):
             window = getattr(layer, "sliding_window", None)
@@ -180,7 +182,7 @@ class StrataCache(Columns):
 
     @classmethod
     def from_file(cls, config: PreTrainedConfig, path: str | PathLike[str], **options: Any) -> StrataCache:
-        """Make a cache with the arguments in a JSON file as `kvstrata advise` writes it; ``options`` override them.
+        """Create a cache with the arguments in a JSON file as `kvstrata advise` writes it; ``options`` override them.
 
         Raises ValueError unless the file holds a JSON object, and what `StrataCache` raises.
         """
@@ -195,7 +197,7 @@ class StrataCache(Columns):
         return cls(config, **(given | options))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the whole cache to a safetensors file, from which `load` continues.
+        """Write the whole cache to a safetensors file, for `load`.
 
         Raises FileNotFoundError for a missing folder and NotImplementedError for layers of linear attention. Reads
         everything back from the device, so it cannot be captured.
@@ -207,7 +209,7 @@ class StrataCache(Columns):
     def load(
         cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
     ) -> StrataCache:
-        """Read a cache that `save` wrote; ValueError for any other file and for a model of another shape."""
+        """Read a cache that `save` wrote; raises ValueError for any other file and for a model of another shape."""
         return files.load(cls, config, path, device)
 
     def __copy__(self) -> StrataCache:
@@ -238,7 +240,7 @@ class StrataCache(Columns):
 
     @property
     def window_layers(self) -> dict[int, int]:
-        """Layers of the model with a compressed sliding window, and how many tokens it has."""
+        """Layers of the model with a compressed sliding window, and the window's number of tokens."""
         layers = enumerate(self.layers)
         return {place: layer.sliding_window for place, layer in layers if isinstance(layer, WindowLayer)}
 
@@ -250,17 +252,17 @@ class StrataCache(Columns):
         if self.window_layers:
             return "some layers have a sliding window"
         if any(isinstance(layer, HybridLayer) for layer in self.layers):
-            return "some layers have states beside K and V"
+            return "some layers have states in addition to K and V"
         return "layers share K and V" if self.shares else None
 
     def _keep_plain(self, place: int, reason: str) -> DynamicLayer:
-        """Replace a compressed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
+        """Replace a compressed layer by transformers' own; ``reason`` goes to ``plain_layers``."""
         self.plain_layers[place], self.layers[place] = reason, self.layers[place].plain()
         support.warn_if_useless(self)
         return self.layers[place]
 
     def build(self, key: torch.Tensor) -> None:
-        """Make the TieredCache for K ``[rows, kv_heads, n, D]``; does nothing if there is one.
+        """Create the TieredCache for K ``[rows, kv_heads, n, D]``; does nothing if there is one.
 
         The first forward calls it. Raises ValueError for a budget below the lowest tier, and for options that do not
         fit the model's sizes.
@@ -284,7 +286,7 @@ class StrataCache(Columns):
     def _make(
         self, rows: int, heads: int, new: int, dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> TieredCache:
-        """Empty TieredCache for a first forward with K in these sizes, of a model in ``dtype``."""
+        """Empty TieredCache for a first forward whose K has these sizes, of a model in ``dtype``."""
         if self.dtype is not None:
             dtype = self.dtype
         elif dtype == torch.float32 and self._compresses:
@@ -299,17 +301,17 @@ class StrataCache(Columns):
         return TieredCache(self._compressed, heads, dim, **sizes | self.options)
 
     def _query_heads(self, kv_heads: int) -> int | None:
-        """Query heads of a layer with so many KV heads, by the config's ratio; None if it has none."""
+        """Query heads of a layer with ``kv_heads`` KV heads, by the config's ratio; None if it has none."""
         heads = support.size(self._text, "num_attention_heads")
         groups = support.size(self._text, "num_key_value_heads") or heads
         return kv_heads * heads // groups if heads and groups and heads % groups == 0 else None
 
     def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
-        """Compile and load what a prompt, steps and turns of ``model`` with this cache need, before they are timed.
+        """Compile and load everything that a prompt, decode steps and later turns of ``model`` need with this cache.
 
-        The first forward does the same for kernels; this is the moment for it, and for what torch, Triton and numba
-        compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is not changed.
-        Raises what `kvstrata.warmup` raises.
+        The first forward does this for CUDA kernels; this call does it ahead of time, and also covers what torch,
+        Triton and numba compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is
+        not changed. Raises what `kvstrata.warmup` raises.
         """
         heads, dim = self._config_heads()
         if self._compressed and heads and dim:
@@ -324,7 +326,7 @@ class StrataCache(Columns):
                     balance.load_kernels(*sizes, tiered.rope, balance.interleaved(model))
 
     def _config_heads(self) -> tuple[int | None, int | None]:
-        """KV heads and head_dim as the config has them, None where `_misfit` would refuse them."""
+        """KV heads and head_dim from the config, None if `_misfit` would refuse them."""
         return support.sizes(self._text)[1:]
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None:
@@ -333,7 +335,7 @@ class StrataCache(Columns):
         self._shape = tiered.kv_heads, tiered.head_dim
 
     def _reserve(self, tokens: int) -> None:
-        """Make room for rows of ``tokens`` tokens; ValueError if that is more than ``max_tokens`` allows."""
+        """Make room for rows of ``tokens`` tokens; raises ValueError if that exceeds ``max_tokens``."""
         most = self.tiered.max_tokens
         if tokens <= most:
             return
@@ -353,7 +355,7 @@ class StrataCache(Columns):
             return
         probe = TieredCache(
             self._compressed,
-            1,  # tensor parallel leaves a rank fewer heads than the config has
+            1,  # with tensor parallelism a rank has fewer heads than the config says
             dim,
             dtype=self.dtype or torch.float16,
             max_requests=self.max_batch or 1,
@@ -398,7 +400,7 @@ class StrataCache(Columns):
 
     @property
     def decoding(self) -> str:
-        """Mode of decode steps: eager, compiled or captured, and the reason where they are eager."""
+        """Mode of decode steps: eager, compiled or captured, and the reason if they are eager."""
         if self.eager_only:
             return f"eager: {self.eager_only}"
         return self.forward.describe(torch.device("cpu") if self._unfinished is None else self._unfinished.device)
@@ -406,7 +408,7 @@ class StrataCache(Columns):
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""
         for layer in self._plain():
-            layer.keys = layer.values = None  # 5.17 would zero them and keep their rows
+            layer.keys = layer.values = None  # transformers 5.17 would zero them and keep their number of rows
             layer.is_initialized = False
         for layer in self.layers:
             layer.reset()

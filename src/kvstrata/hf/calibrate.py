@@ -14,11 +14,11 @@ from .cache import StrataCache
 from .layer import StrataLayer
 from .rope import frequencies
 
-HORIZON = 4096  # positions that centres are planned for
+HORIZON = 4096  # positions over which centres are averaged
 
 
 class _Recorder(StrataLayer):
-    """Layer that attends as the model does and keeps the statistics of what it sees, no rows."""
+    """Layer that attends as the model does and records statistics of its K and Q instead of storing rows."""
 
     def __init__(self, owner: StrataCache, place: int, index: int, rope: list[float]) -> None:
         super().__init__(owner, place, index)
@@ -32,13 +32,13 @@ class _Recorder(StrataLayer):
         pairs = 0 if turned is None else len(self.rope)
         own = pair_balance(k.mean(0), q.mean(0), pairs, bool(turned))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
-        there = torch.ones_like(rows[..., :1], dtype=torch.bool)
-        there[:, :, : balance.SINKS] = False  # attention sinks
+        present = torch.ones_like(rows[..., :1], dtype=torch.bool)
+        present[:, :, : balance.SINKS] = False  # attention sinks
         horizon = torch.full((len(rows),), HORIZON, device=rows.device)
-        centre = centre_of(rows * there, there, self.rope, horizon).mean(0)
+        centre = centre_of(rows * present, present, self.rope, horizon).mean(0)
         self.calibration = LayerCalibration(own.cpu(), (centre / own).float().cpu())
         self.columns += query.shape[2]
-        return call.under(query, key, call.value, call.mask)
+        return call.model_attention(query, key, call.value, call.mask)
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
 
     Args:
         model: a transformers model in eval mode.
-        ids: int64 ``[rows, tokens]`` without padding, at least 16 tokens a row; some hundred tokens are plenty.
+        ids: int64 ``[rows, tokens]`` without padding, at least 16 tokens per row; a few hundred tokens are plenty.
         name: name of the model, kept in the calibration.
 
     Returns a `Calibration` without sensitivities. Not safe under CUDA-graph capture.

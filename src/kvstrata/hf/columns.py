@@ -1,8 +1,8 @@
-"""Rows and columns of a batch over a `StrataCache`: which columns are tokens, one more of them at a decode step, and
-rows and columns that go or change places.
+"""Rows and columns of a batch over a `StrataCache`: which columns are tokens, the new column of a decode step, and
+operations that reorder or remove rows and columns.
 
-A step has a part of the host, which makes room for a token of every row (`advance`), and layers that fill it. Columns
-are counted when all layers have the token, so an error half way leaves the length as it was (`_undo_step`).
+A decode step has a host part, which makes room for a token of every row (`advance`), and layers that fill it. The
+column is counted once all layers have the token, so an error half way leaves the length unchanged (`_undo_step`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .steps import Steps
 
 
 class Columns(Cache):
-    """The part of a `StrataCache` that counts columns, of tokens and of padding, and moves rows."""
+    """The part of a `StrataCache` that counts columns of tokens and of padding, and moves rows."""
 
     steps: Steps
     _tokens: np.ndarray  # `_real`, a view of _room
@@ -31,7 +31,7 @@ class Columns(Cache):
     _checked: masks.LastMask
     _unfinished: TieredCache | None
     prompts: Prompts
-    _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and on the device
+    _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and its copy on the device
 
     @property
     def tiered(self) -> TieredCache:
@@ -49,22 +49,22 @@ class Columns(Cache):
 
     @property
     def unfinished(self) -> TieredCache:
-        """`tiered`, whose last prompt may not be stored yet: for what does not read tokens."""
+        """`tiered`, whose last prompt may not be stored yet; for callers that do not read tokens."""
         if self._unfinished is None:
-            raise RuntimeError("tiered: expected a cache with tokens, got one that has seen none")
+            raise RuntimeError("tiered: expected a cache with tokens, got one without any")
         return self._unfinished
 
     def _reserve(self, tokens: int) -> None:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        self._undo_step()  # copies and pickles know of no step that is open
+        self._undo_step()  # copies and pickles do not contain an unfinished step
         self.prompts.finish()
         return {name: x for name, x in vars(self).items() if name != "_uploaded"}
 
     @property
     def _real(self) -> np.ndarray:
-        """Tokens and padding, bool ``[rows, columns]``, False for padding."""
+        """Token mask, bool ``[rows, columns]``, False for padding."""
         return self._tokens
 
     @_real.setter
@@ -79,7 +79,7 @@ class Columns(Cache):
     def _tokens_among(
         self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
     ) -> torch.Tensor | None:
-        """Mask of the tokens among the columns from ``start`` on, bool ``[rows, queries]``; None without padding.
+        """Tokens among the columns from ``start`` on, bool ``[rows, queries]``; None without padding.
 
         Only the first layer of a forward reads mask and positions; the others check a mask only if it is a new object.
         """
@@ -103,7 +103,7 @@ class Columns(Cache):
         return tokens
 
     def _on_device(self, real: np.ndarray) -> torch.Tensor | None:
-        """A copy of ``real [rows, n]``, the same for all layers of a forward; None without padding."""
+        """Copy of ``real [rows, n]`` on the device, shared by all layers of a forward; None without padding."""
         if real.all():
             return None
         if self._uploaded is None or not np.array_equal(self._uploaded[0], real):
@@ -111,9 +111,9 @@ class Columns(Cache):
         return self._uploaded[1]
 
     def _add_columns(self, start: int, new: np.ndarray | bool) -> None:
-        """Put columns behind the first ``start``: bool ``[rows, n]``, or a value for one of all rows."""
+        """Append columns after the first ``start``: bool ``[rows, n]``, or one value for a column of all rows."""
         end = start + (1 if isinstance(new, bool) else new.shape[1])
-        if self._real.base is not self._room or self._room.shape[1] < end:  # amortised, as lists grow
+        if self._real.base is not self._room or self._room.shape[1] < end:  # amortised growth, as in a list
             self._room = np.ones((len(self._real), 2 * end), bool)
             self._room[:, :start] = self._real[:, :start]
         self._room[:, start:end] = new
@@ -122,16 +122,16 @@ class Columns(Cache):
             self.steps.mask = None
 
     def _forget(self, start: int) -> None:
-        """Drop the columns from ``start`` on, which the first layer could not store."""
+        """Drop the columns from ``start`` on, which the first layer failed to store."""
         if all(layer.columns <= start for layer in self._strata()):
             self._real = self._real[:, :start]
 
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
-        """In the first layer of a forward with one new column, do the host's part of a step; True in all layers of it.
+        """In the first layer of a forward with one new column, do the host part of a step; True in all its layers.
 
-        ``layer`` counts compressed ones; ``mask`` is ``[rows, columns]``. False if the column is padding in some row,
-        and if a layer turned out to be none that can be compressed. Raises what `TieredCache.advance` and checks of the
-        mask raise.
+        ``layer`` counts compressed layers; ``mask`` is ``[rows, columns]``. False if the column is padding in some row,
+        or if a layer turned out not to be compressible. Raises what `TieredCache.advance` and the checks of the mask
+        raise.
         """
         if layer:
             if self.steps.is_open:
@@ -152,10 +152,10 @@ class Columns(Cache):
         return True
 
     def advance(self) -> None:
-        """Host's part of a decode step: room for one token of every row in all layers.
+        """Host part of a decode step: make room for one token of every row in all layers.
 
-        Mutates the cache; `end_step` counts the column when the layers have been written. This cannot be captured, the
-        forward after it can. Raises what `TieredCache.advance` raises, and leaves the cache as it was.
+        Mutates the cache; `end_step` counts the column when all layers have been written. This cannot be captured, the
+        forward after it can. Raises what `TieredCache.advance` raises, leaving the cache unchanged.
         """
         self._undo_step()
         layers = self._strata()
@@ -168,7 +168,7 @@ class Columns(Cache):
         self._add_columns(start, True)
 
     def end_step(self) -> None:
-        """Count the column of a step; all layers have its tokens."""
+        """Count the column of a step, once all layers have its tokens."""
         self.steps.is_open = False
         for layer in self._strata():
             layer.columns = self._real.shape[1]
@@ -182,14 +182,14 @@ class Columns(Cache):
         tiered = self.tiered
         nothing = torch.zeros(self.rows, tiered.kv_heads, tiered.head_dim, dtype=tiered.dtype, device=tiered.device)
         for layer in range(tiered.layers):
-            tiered.write(layer, nothing, nothing)  # slots that nobody wrote have no position to be cropped by
+            tiered.write(layer, nothing, nothing)  # crop reads positions, which unwritten slots do not have
         for request, length in enumerate(self._real.sum(1).tolist()):
             self.tiered.crop(request, length)
 
     def matches(self, mask: torch.Tensor) -> bool:
-        """True if ``mask [rows, columns]`` is the padding of earlier calls and one token more of every row.
+        """True if ``mask [rows, columns]`` is the padding of earlier calls followed by one token in every row.
 
-        Raises nothing: other masks are an ordinary forward's.
+        Raises nothing: any other mask is left to an ordinary forward.
         """
         self._undo_step()
         rows, columns = self._real.shape
@@ -211,10 +211,10 @@ class Columns(Cache):
             layer.flush()
 
     def _plain(self) -> list[Any]:
-        """Layers that move their rows themselves, or a part of what they hold."""
+        """Layers that move all or part of their rows themselves."""
         return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
 
-    # Interface of transformers' Cache: `StrataCache` has the rest
+    # Interface of transformers' Cache; `StrataCache` has the rest.
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; tokens that were demoted in the meantime stay demoted.
@@ -239,7 +239,7 @@ class Columns(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
 
-        Raises ValueError for a row that does not exist, and IndexError where a layer that is not compressed sees it
+        Raises ValueError for a row that does not exist, or IndexError if a layer that is not compressed detects it
         first.
         """
         for layer in self._plain():

@@ -1,13 +1,13 @@
-"""A `StrataCache` as one safetensors file: no pickle, versioned, checked before anything is taken from it.
+"""A `StrataCache` as one safetensors file: no pickle, versioned, fully checked before it is used.
 
     row.<r>.<name>            tensors of a request, as in cache/ops/files.py
     tokens                    uint8 [rows, columns], 0 for padding
-    mass.<layer>              float32, mass of decode steps that importance has not got yet
+    mass.<layer>              float32, mass of decode steps that is not in importance yet
     plain.<layer>.keys, values   layers that are not compressed
     window.<layer>.<name>     layers with a sliding window: packed pages, 16-bit tail, balance
 
-The metadata holds the shape of the model, the arguments of both caches, numbers of each layer, the steps observed so
-far and a digest of all tensors. A model of another shape is refused; weights are not compared.
+The metadata holds the shape of the model, the arguments of both caches, the counters of each layer, the number of
+observed steps and a digest of all tensors. A model of another shape is refused; weights are not compared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPE = (
 
 
 class SavedCache(Protocol):
-    """The part of a `StrataCache` that its file is made of."""
+    """The part of a `StrataCache` that is saved in a file."""
 
     options: dict[str, Any]
     dtype: torch.dtype | None
@@ -69,7 +69,7 @@ Loaded = TypeVar("Loaded", bound=SavedCache)
 
 
 def model_shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of a text config that have to agree between the model that saves and the one that loads."""
+    """Fields of a text config that must agree between the model that saves and the one that loads."""
     text = config.get_text_config(decoder=True)
     return json.loads(json.dumps({name: support.size(text, name) for name in SHAPE}, default=str))
 
@@ -101,7 +101,7 @@ def save(
     tiered_arguments = None
     if tiered is not None:
         given = {name: value for name, value in tiered._arguments.items() if name != "device"}
-        # Rows have their balance and centres with them, from a calibration or not.
+        # Each row includes its balance and centres, whether from a calibration or not.
         own = {"dtype": _name(tiered.dtype), "calibration": None, "balance": tiered.balance is not None}
         tiered_arguments = given | own
     metadata = {
@@ -122,7 +122,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The numbers of a layer; its tensors go to ``tensors``."""
+    """Counters of a layer; its tensors are added to ``tensors``."""
     layer = cache.layers[place]
     if isinstance(layer, StrataLayer) and not isinstance(layer, HybridLayer):
         queries = 0
@@ -145,7 +145,7 @@ def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> d
 def load(
     make: Callable[..., Loaded], config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str
 ) -> Loaded:
-    """Read a cache that `save` wrote; ``make`` is its class. ValueError for any other file or model."""
+    """Read a cache that `save` wrote; ``make`` is its class. Raises ValueError for any other file or model."""
     try:
         metadata, tensors = _read(path)
         return _restore(make, config, metadata, tensors, torch.device(device))
@@ -154,7 +154,7 @@ def load(
 
 
 def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Metadata and tensors of a file whose header is ours and whose digest agrees."""
+    """Metadata and tensors of a file whose header is ours and whose digest matches."""
     from safetensors import SafetensorError, safe_open
 
     want(not Path(path).is_dir(), "it is a folder")
@@ -167,7 +167,7 @@ def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Te
             metadata["steps"] = json.loads(header.get("steps", "0"))  # not in older files
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a whole safetensors file ({error})") from error
+        raise Refused(f"not a complete safetensors file ({error})") from error
     want(header.get("digest") == digest(tensors), "the digest differs: the file is damaged")
     return metadata, tensors
 

@@ -1,15 +1,15 @@
-"""Decode steps of a model's forward as one CUDA graph, behind the call of the model.
+"""Runs decode steps of a model's forward as one CUDA graph, by wrapping the call of the model.
 
-While a `StrataCache` is alive, `PreTrainedModel.__call__` looks at ``past_key_values`` (`call`). One new token of every
-row of a StrataCache takes the fast way, everything else the way of every module:
+While a `StrataCache` is alive, `PreTrainedModel.__call__` checks ``past_key_values`` (`call`). A forward with one new
+token in every row of a StrataCache takes the fast path; everything else calls the module as usual:
 
-    call ──▶ the host: room for the token in all layers (steps.py) ──▶ replay of the graph ──▶ copies of its outputs
+    call ──▶ host: room for the token in all layers (steps.py) ──▶ graph replay ──▶ copies of the outputs
 
-`generate` has no hook between its preparations and the forward, and its own compilation keeps CUDA graphs of which the
-host hears nothing, so a StrataCache does not ask for it. The first step runs eagerly where nothing has warmed up yet,
-and where rows or tables have changed; the next is captured, which takes about as long as an eager step. A prompt drops
-the graph: what changed in the model between two prompts (an adapter, a hook) counts from then on. A graph keeps alive
-what it reads: weights, the scratch of its plan, the tables of pages. It is captured anew when one of them was replaced.
+`generate` has no hook between its preparations and the forward, and the CUDA graphs of its own compilation run no host
+code, so a StrataCache does not use them. The first step runs eagerly as a warm-up, and so does a step after rows or
+tables changed; the next one is captured, which takes about as long as an eager step. A prompt drops the graph, so
+changes of the model between two prompts (an adapter, a hook) take effect. A graph keeps alive what it reads: weights,
+the scratch memory of its plan, the page tables. It is captured again when one of them was replaced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transformers.utils import ModelOutput
 import kvstrata
 
 PLAIN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
-TRANSFORMERS_HOOKS = "transformers.utils.output_capturing"  # of outputs that steps do not return
-NEEDED = PLAIN - {"return_dict"}  # parameters of a forward
-# Attributes of modules that count otherwise: from the index of padding on (RoBERTa), and behind images.
+TRANSFORMERS_HOOKS = "transformers.utils.output_capturing"  # hooks that collect outputs which steps do not return
+NEEDED = PLAIN - {"return_dict"}  # parameters that a forward must take
+# Attributes of modules that do not count positions from 0: after the padding index (RoBERTa), or after images.
 OTHER_POSITIONS = ("create_position_ids_from_input_ids", "rope_deltas")
 Module = torch.nn.Module
 _counting: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ class Ahead(Protocol):
     """The part of a cache's steps that forwards use; ``ahead`` is True in `forward`."""
 
     ahead: bool
-    plan: Any  # what the graph of a step reads
+    plan: Any  # the plan that the graph of a step reads
 
     def has_plan(self, plan: Any) -> bool: ...
 
@@ -88,8 +88,8 @@ class Forward:
 
     def __init__(self, capture: bool | None = None, compile: bool = False) -> None:
         self.capture, self.compile = capture, compile
-        self.refusal: str | None = None  # why steps are eager, once that turned out
-        self.warm: set[Any] = set()  # settings of which a step ran eagerly
+        self.refusal: str | None = None  # why steps are eager, once known
+        self.warm: set[Any] = set()  # settings for which an eager step has run
         self.drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,8 +101,8 @@ class Forward:
         self.captured_as: Any = None
         self.weights: list[torch.Tensor] = []  # parameters and buffers that the graph reads
         self.addresses: tuple[int, ...] = ()
-        self.plan: kvstrata.DecodePlan | None = None  # whose scratch it reads
-        self.kind: type[ModelOutput] | None = None  # of the outputs
+        self.plan: kvstrata.DecodePlan | None = None  # the plan whose scratch memory it reads
+        self.kind: type[ModelOutput] | None = None  # class of the outputs
 
     def describe(self, device: torch.device) -> str:
         """Mode of decode steps in a few words."""
@@ -114,7 +114,7 @@ class Forward:
         return " and ".join(words) or "eager"
 
     def __call__(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of ``model(*args, **kwargs)``, by the fast way if it is a step."""
+        """Output of ``model(*args, **kwargs)``, by the fast path if the call is a step."""
         inputs = None if self.refusal is not None else self._inputs(owner, model, args, kwargs)
         if inputs is None:
             return _plain_call(model, *args, **kwargs)
@@ -125,7 +125,7 @@ class Forward:
         return outputs
 
     def _inputs(self, owner: Owner, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Inputs of a step of all rows; None if the call is something else, or has to be eager."""
+        """Inputs if the call is a step of all rows; None if it is something else or must be eager."""
         ids, positions, mask = (kwargs.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
         if args or not isinstance(ids, torch.Tensor) or ids.shape != (owner.rows, 1) or ids.dtype != torch.int64:
             return None
@@ -137,7 +137,7 @@ class Forward:
             return None
         if torch.is_grad_enabled() or model.training or kwargs.get("return_dict") is False:
             return None
-        if torch.is_autocast_enabled(ids.device.type):  # casts of weights live no longer than the context
+        if torch.is_autocast_enabled(ids.device.type):  # casts of weights do not outlive the context
             return None
         rest = {name: x for name, x in kwargs.items() if name not in PLAIN and x is not None and x is not False}
         if any(name != "logits_to_keep" or type(x) is not int for name, x in rest.items()):
@@ -153,14 +153,14 @@ class Forward:
     def _wanted(self, model: Module, device: torch.device) -> bool:
         if self.capture or self.compile or (self.capture is None and device.type == "cuda"):
             return True
-        return hasattr(model.forward, "_torchdynamo_orig_callable")  # a compiled forward stays in its graph
+        return hasattr(model.forward, "_torchdynamo_orig_callable")  # a compiled forward then has no graph break
 
     def _run(self, owner: Owner, model: Module, inputs: Inputs) -> Any:
         device = inputs.ids.device
         if not (self.capture or (self.capture is None and device.type == "cuda")):
             return self._forward(owner, model, *inputs)
         setting = (ref(model), len(inputs.ids), device, inputs.options)
-        if setting not in self.warm or not owner.steps.has_plan(owner.steps.plan):  # a plan is not made in a capture
+        if setting not in self.warm or not owner.steps.has_plan(owner.steps.plan):  # plans cannot be made in a capture
             self.warm.add(setting)
             return self._forward(owner, model, *inputs)
         if not self._holds(owner, setting):
@@ -186,7 +186,7 @@ class Forward:
             self.kind = type(outputs)
             tensors = {name: x for name, x in outputs.items() if isinstance(x, torch.Tensor)}
             if others := [n for n, x in outputs.items() if n not in tensors and x is not owner and x is not None]:
-                raise RuntimeError(f"outputs beside tensors: {', '.join(others)}")
+                raise RuntimeError(f"outputs that are not tensors: {', '.join(others)}")
             return tensors
 
         rows, device = len(inputs.ids), inputs.ids.device
@@ -198,7 +198,7 @@ class Forward:
         self.addresses = tuple(map(torch.Tensor.data_ptr, self.weights))
 
     def _holds(self, owner: Owner, setting: Any) -> bool:
-        """True if the graph is of this setting, and all that it reads is still in its place."""
+        """True if the graph was captured for this setting, and everything it reads is still at its address."""
         if self.captured_as != setting or not owner.steps.has_plan(self.plan):
             return False
         return tuple(map(torch.Tensor.data_ptr, self.weights)) == self.addresses
@@ -206,7 +206,7 @@ class Forward:
     def _forward(
         self, owner: Owner, model: Module, ids: torch.Tensor, positions: torch.Tensor, options: Any
     ) -> ModelOutput:
-        """The model's forward of a step; its mask has four dimensions, so the model makes none, and says nothing."""
+        """The model's forward of a step; it gets a 4-D mask that hides nothing, so that the model builds none."""
         mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         given = dict(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True)
         run = self._compiled() if self.compile else _plain_call
@@ -229,7 +229,7 @@ def _call_plainly(model: Module, **kwargs: Any) -> ModelOutput:
 
 @lru_cache(maxsize=64)
 def _takes_steps(kind: Any) -> bool:
-    """True if a model's forward takes what a step gives it."""
+    """True if a model's forward has the parameters that a step passes."""
     parameters = inspect.signature(kind.forward).parameters.values()
     takes_any = any(x.kind == inspect.Parameter.VAR_KEYWORD for x in parameters)
     named = {x.name for x in parameters}
@@ -237,14 +237,14 @@ def _takes_steps(kind: Any) -> bool:
 
 
 def _counts_columns(model: Module) -> bool:
-    """True if the position of a new token, where none is given, is the number of columns before it."""
+    """True if the default position of a new token is the number of columns before it."""
     if model not in _counting:
         _counting[model] = not any(hasattr(module, name) for module in model.modules() for name in OTHER_POSITIONS)
     return _counting[model]
 
 
 def _not_captured(model: Module, device: torch.device) -> str | None:
-    """Reason why a graph would not do what the model does, or None."""
+    """Reason why replaying a graph would not be equivalent to the model's forward, or None."""
     if others := {str(x.device) for x in model.parameters()} - {str(device)}:
         return f"weights are on {', '.join(sorted(others))}, tokens on {device}"
     if any(isinstance(x, DTensor) for x in model.parameters()):

@@ -1,12 +1,12 @@
-"""Warning for a budget that is too small for a model, from the first prompt.
+"""Warns during the first prompt if the budget is too small for a model.
 
 The first tokens of a prompt are rounded as the tiers of the budget round them, with the balance and the centre of the
-cache, and some of its queries attend to them. The relative error of a layer's attention output is the estimate:
+cache, and some of its queries attend to them. The estimate is the relative error of a layer's attention output:
 
     error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
 
-where the two are the tiers between whose prices the fraction lies. Two things are left out: importance, which gives the
-wider tier to tokens that matter, and the bytes of tables. Each model is checked once per setting and process.
+with the two tiers whose bytes per token enclose the fraction. It ignores importance, which gives the wider tier to
+tokens that matter, and the bytes of tables. Each model is checked once per setting and process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvstrata.quant import reference as quant
 
 from .logits import Logits
 
-FEWEST = 64  # tokens of a prompt that are needed for an estimate
-MOST = 256  # tokens that are looked at
+FEWEST = 64  # minimum number of prompt tokens for an estimate
+MOST = 256  # maximum number of tokens used
 QUERIES = 16  # queries that attend to them
 LIMIT = 0.5  # relative error of a layer's attention output above which to warn: docs/hf.md
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K3V2", "K2V2")  # formats assumed for a recommended budget
@@ -55,22 +55,22 @@ class Sample:
     ) -> None:
         """``query [heads, n, D]``, ``key, value [kv_heads, n, D]`` of the request's first n tokens."""
         tokens = min(query.shape[1], MOST)
-        asked = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
-        place = torch.arange(tokens, device=query.device)
+        query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
+        token_index = torch.arange(tokens, device=query.device)
         self.logits = logits
-        self.query = query[:, asked].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
+        self.query = query[:, query_index].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
         self.k, self.v = (x[:, :tokens].float().nan_to_num(0.0, 0.0, 0.0) for x in (key, value))
-        self.hidden = place > asked.unsqueeze(1)
+        self.hidden = token_index > query_index.unsqueeze(1)
         recent = min(cache.recent_tokens, tokens // 8)
-        self.is_plain = (place > asked.unsqueeze(1) - recent) | (place < cache.sink_tokens)
+        self.is_plain = (token_index > query_index.unsqueeze(1) - recent) | (token_index < cache.sink_tokens)
         balance = factors_of(cache, layer, [request])
         self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance[0].unsqueeze(1)
         if cache._centred[request, layer]:
             centre = cache.centre[request, layer]
         else:
-            there = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
+            present = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
             length = torch.tensor([tokens], device=query.device)
-            centre = centre_of(self.k[None], there, cache.rope, horizon(length, cache.max_tokens))[0]
+            centre = centre_of(self.k[None], present, cache.rope, horizon(length, cache.max_tokens))[0]
         self.centre = centre.unsqueeze(1)
         self.truth = self._attend(self.k, self.v)
 
@@ -97,14 +97,14 @@ class Sample:
 
 
 def _rounded(x: torch.Tensor, bits: int, rotate: bool, gain: dict[int, float]) -> torch.Tensor:
-    """Rows ``[..., D]`` as they come back from pages with so many bits a value, float32."""
+    """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32."""
     codes, scale = quant.quantize_rows(quant.clean(x), bits, rotate, gain[bits])
     rows = quant.decode(codes, scale, bits)
     return rotation.rotate(rows) if rotate else rows
 
 
 def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format], sample: Sample) -> float:
-    """Estimated error at a fraction of 16 bit; ``prices`` of the formats as such fractions, widest first."""
+    """Estimated error at a fraction of 16 bit; ``prices`` are the formats' bytes as such fractions, widest first."""
     below = next((i for i, price in enumerate(prices) if price <= fraction), len(prices) - 1)
     if below == 0 or prices[below] > fraction:
         return sample.error(formats[below])
@@ -114,12 +114,12 @@ def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format]
 
 
 class Guard:
-    """Error estimate of one cache, collected layer by layer over its first prompt; made by `begin`."""
+    """Error estimate of one cache, collected layer by layer over its first prompt; created by `begin`."""
 
     def __init__(self, cache: TieredCache, request: int) -> None:
         self.cache, self.request, self.fraction = cache, request, float(cache.budget.amount or 0)
         self.worst, self.layer = 0.0, 0
-        self.advice: float | None = 0.0  # smallest sufficient budget so far, None for none
+        self.advice: float | None = 0.0  # smallest sufficient budget so far, None if there is none
 
     @classmethod
     def begin(cls, cache: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
@@ -157,8 +157,8 @@ class Guard:
             self.worst, self.layer = error, layer
         if error > LIMIT and self.advice is not None:
             formats = [Format.parse(name, cache.head_dim, cache.page_tokens) for name in LADDER]
-            beside = cache.budget.page_price[1] - cache.formats[1].page_bytes  # positions and importance
-            prices = [(form.page_bytes + beside) / whole for form in formats]
+            extra = cache.budget.page_price[1] - cache.formats[1].page_bytes  # positions and importance
+            prices = [(form.page_bytes + extra) / whole for form in formats]
             choices = (x for x in ADVICE if x > self.fraction)
             enough = next((x for x in choices if error_at(x, prices, formats, sample) <= LIMIT / 2), None)
             self.advice = None if enough is None else max(self.advice, enough)

@@ -1,6 +1,6 @@
-"""A layer with linear attention or convolutions beside full attention: their states as they are, K and V packed.
+"""A layer with full attention and linear attention or convolutions: K and V are packed, other states are kept.
 
-The two parts share a place in the cache and nothing else; `StrataCache` moves the rows of both.
+The two parts share an index in the cache and nothing else; `StrataCache` moves the rows of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HybridLayer(LinearAttentionLayer, StrataLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise K and V, given in order, or states, given by name, as transformers' own layer does."""
+        """Initialise K and V, given by position, or states, given by name, as transformers' own layer does."""
         (StrataLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
     def plain(self) -> LinearAttentionAndFullAttentionLayer:

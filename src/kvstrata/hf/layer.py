@@ -1,10 +1,10 @@
 """One compressed layer of a `StrataCache`.
 
-`update` keeps nothing: it hands the new rows on to `attend`, which knows queries and padding too. A prompt attends by
-the model's own function at the model's precision, with the earlier tokens dequantised for the time of one layer, or on
-a GPU where they lie (turns.py), and is stored after; a few new tokens are stored first and read where they lie, by
-`decode_attention`. One new token of every row is a step (steps.py). First prompts on a GPU are stored a little later
-(prompts.py).
+`update` stores nothing: it passes the new rows on to `attend`, which also knows queries and padding. A prompt attends
+with the model's own function at the model's precision, with the earlier tokens dequantised one layer at a time, or
+packed on a GPU (turns.py), and is stored afterwards; a few new tokens are stored first and read in packed form by
+`decode_attention`. One new token in every row is a decode step (steps.py). First prompts on a GPU are stored a little
+later (prompts.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .forward import Forward
 from .guard import Guard
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
-from .prompts import How, Prompts
+from .prompts import Prompts, PromptSettings
 from .steps import Steps, stored_rows, strata_decode
 
-DECODE_QUERIES = 16  # more new tokens than these are a prompt
+DECODE_QUERIES = 16  # more new tokens than this are a prompt
 
 
 class Owner(Protocol):
@@ -92,13 +92,13 @@ class StrataLayer(CacheLayerMixin):
 
     def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
-        self.owner, self.place, self.index = owner, place, index  # place in the model, index in the TieredCache
+        self.owner, self.place, self.index = owner, place, index  # index in the model, index in the TieredCache
         self.columns = 0
         self.ledger: MassLedger | None = None
-        self.again: attention.Again | None = None
+        self.attend_shared: attention.AttendShared | None = None
 
     def plain(self) -> DynamicLayer:
-        """transformers' own layer, to be put in the place of this one."""
+        """transformers' own layer, to replace this one."""
         return DynamicLayer()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -107,12 +107,12 @@ class StrataLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the new rows for `attend`; a layer whose shape does not fit is replaced by a plain one here."""
+        """Wrap the new rows for `attend`; a layer whose shape cannot be compressed is replaced by a plain one here."""
         if self.owner.steps.ahead:
             return attention.Ready(self, key_states), attention.Ready(self, value_states)
         return self._update(key_states, value_states, *args, **kwargs)
 
-    @torch.compiler.disable  # a compiled model steps out of its graph for the cache
+    @torch.compiler.disable  # graph break: the cache runs eagerly
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention.connect(self.owner)
         if not self.is_initialized:
@@ -135,7 +135,7 @@ class StrataLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         logits: Logits,
     ) -> torch.Tensor:
-        """`attend` in a forward of operators only, whose mask says nothing."""
+        """`attend` in a step made of operators only, whose mask hides nothing."""
         return strata_decode(self.owner.steps, self.index, query, key, value, logits)
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
@@ -182,20 +182,24 @@ class StrataLayer(CacheLayerMixin):
         return self.owner.prompts.supports(self.owner.unfinished, self.index, self._new_columns(queries))
 
     def _new_columns(self, queries: int) -> np.ndarray:
-        """Tokens and padding of the new columns on the host, bool ``[rows, queries]``."""
+        """Token mask of the new columns on the host, bool ``[rows, queries]``."""
         return self.owner._real[:, self.columns : self.columns + queries]
 
     def _first_prompt(self, call: attention.AttentionCall) -> torch.Tensor:
-        """Attend, and leave the rest to `Prompts`."""
-        query, key, value, mask, _, under, logits, module = call
+        """Attend, and leave storing to `Prompts`."""
+        query, key, value, mask, _, model_attention, logits, module = call
         tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
         if self.index == 0:
             owner.guard = Guard.begin(tiered, module, real)
-        out = self._alone(query, key, value, mask, under)
+        out = self._alone(query, key, value, mask, model_attention)
         if owner.shares:
-            self.again = lambda query, mask, under, logits: self._alone(query, key, value, mask, under)
-        how = How(owner.importance_queries if owner.uses_mass else None, owner.balances, balance.interleaved(module))
-        owner.prompts.add(tiered, self.index, query, key, value, real, logits, how, owner.guard)
+            self.attend_shared = lambda query, mask, model_attention, logits: self._alone(
+                query, key, value, mask, model_attention
+            )
+        settings = PromptSettings(
+            owner.importance_queries if owner.uses_mass else None, owner.balances, balance.interleaved(module)
+        )
+        owner.prompts.add(tiered, self.index, query, key, value, real, logits, settings, owner.guard)
         if self.index == tiered.layers - 1:
             self._finish_estimate()
         return out
@@ -207,9 +211,9 @@ class StrataLayer(CacheLayerMixin):
         cache, rows = self.owner.tiered, range(len(query))
         turned = balance.interleaved(module)
         first = slice(balance.columns_needed(self._new_columns(query.shape[2])))
-        there = self._all(query) if real is None else real
+        present = self._all(query) if real is None else real
         own, counts = balance.from_prompt(
-            query.detach()[:, :, first], key.detach()[:, :, first], there, cache.rope, turned
+            query.detach()[:, :, first], key.detach()[:, :, first], present, cache.rope, turned
         )
         if query.shape[2] <= balance.SINKS + balance.ENOUGH:
             by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)
@@ -219,7 +223,7 @@ class StrataLayer(CacheLayerMixin):
         put_balance(cache, self.index, own, rows)
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
-        """Estimate the error of the budget in this layer; the last one warns if it is large."""
+        """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""
         query = call.query
         if self.index == 0:
             self.owner.guard = Guard.begin(self.owner.tiered, call.module, self._new_columns(query.shape[2]))
@@ -231,7 +235,7 @@ class StrataLayer(CacheLayerMixin):
 
     @staticmethod
     def _all(query: torch.Tensor) -> torch.Tensor:
-        """All columns are tokens."""
+        """Mask in which all columns are tokens."""
         return torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
 
     def _finish_estimate(self) -> None:
@@ -242,11 +246,11 @@ class StrataLayer(CacheLayerMixin):
     def _decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
         self.owner.tiered.append(self.index, self._rows(key), self._rows(value))
         if self.owner.shares:
-            self.again = lambda query, mask, under, logits: self._read(query, logits)
+            self.attend_shared = lambda query, mask, model_attention, logits: self._read(query, logits)
         return self._read(query, logits)
 
     def _read(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
-        """Attention of the last tokens, which are stored."""
+        """Attention of the last tokens, which are stored already."""
         cache, uses_mass = self.owner.tiered, self.owner.uses_mass
         q = query.transpose(1, 2).to(cache.dtype)
         result = kvstrata.decode_attention(
@@ -261,11 +265,11 @@ class StrataLayer(CacheLayerMixin):
         return result.out.to(query.dtype)
 
     def _prompt(self, call: attention.AttentionCall, real: torch.Tensor | None) -> torch.Tensor:
-        """Attend to earlier tokens and the new rows, and store these; ``real`` is None without padding."""
-        query, key, value, mask, _, under, logits, _ = call
+        """Attend to earlier tokens and the new rows, and store the new rows; ``real`` is None without padding."""
+        query, key, value, mask, _, model_attention, logits, _ = call
         self.flush()
         lengths, host = np.array(self.lengths())[:, None], self._new_columns(query.shape[2])
-        position = lengths + host.cumsum(1) - 1  # padding has that of the token before it
+        position = lengths + host.cumsum(1) - 1  # padding has the position of the token before it
         if self.columns and not self.owner.shares and turns.supports(query, self.owner.tiered):
             limit = self.owner.importance_queries if self.owner.uses_mass else None
             columns = turns.Columns(host, position)
@@ -278,9 +282,11 @@ class StrataLayer(CacheLayerMixin):
         column_position = upload(np.where(host, position, -1)).unsqueeze(1)
         in_order = real is None and bool((lengths == lengths[0]).all()) and not self.owner.tiered.policy.evict
         if not self.columns:
-            keys, out = key, self._alone(query, key, value, mask, under)
+            keys, out = key, self._alone(query, key, value, mask, model_attention)
             if self.owner.shares:
-                self.again = lambda query, mask, under, logits: self._alone(query, key, value, mask, under)
+                self.attend_shared = lambda query, mask, model_attention, logits: self._alone(
+                    query, key, value, mask, model_attention
+                )
         else:
             past_k, past_v, past_position = self._past()
             keys, values = torch.cat([past_k.to(key.dtype), key], 2), torch.cat([past_v.to(value.dtype), value], 2)
@@ -295,19 +301,22 @@ class StrataLayer(CacheLayerMixin):
                 return masks.of_positions(query_position[:, new], columns, query.shape[1], dtype)
 
             def later(
-                query: torch.Tensor, mask: torch.Tensor | None, under: attention.Under, logits: Logits
+                query: torch.Tensor,
+                mask: torch.Tensor | None,
+                model_attention: attention.ModelAttention,
+                logits: Logits,
             ) -> torch.Tensor:
                 if in_order and prefill.supports(query):
                     return prefill.attend(query, keys, values, logits)
-                return self._in_chunks(query, keys, values, mask_of, under)
+                return self._in_chunks(query, keys, values, mask_of, model_attention)
 
-            out = later(query, mask, under, logits)
+            out = later(query, mask, model_attention, logits)
             if self.owner.shares:
-                self.again = later
+                self.attend_shared = later
         mass = None
         if self.owner.uses_mass:
-            asking = self._all(query) if real is None else real
-            positions = query_position, column_position, asking
+            is_token = self._all(query) if real is None else real
+            positions = query_position, column_position, is_token
             mass = self._mass(query, keys, positions, logits, int(position.max()) + 1, in_order)
         self._store(key, value, real, mass)
         return out
@@ -318,12 +327,12 @@ class StrataLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        under: attention.Under,
+        model_attention: attention.ModelAttention,
     ) -> torch.Tensor:
-        """Attention of the first prompt, which has nothing before it."""
+        """Attention of a first prompt, which has no earlier tokens."""
         if mask is None:
-            return under(query, key, value, None)
-        return self._in_chunks(query, key, value, lambda new: mask[:, :, new, : new.stop], under)
+            return model_attention(query, key, value, None)
+        return self._in_chunks(query, key, value, lambda new: mask[:, :, new, : new.stop], model_attention)
 
     def _in_chunks(
         self,
@@ -331,19 +340,19 @@ class StrataLayer(CacheLayerMixin):
         keys: torch.Tensor,
         values: torch.Tensor,
         mask_of: Callable[[slice], torch.Tensor],
-        under: attention.Under,
+        model_attention: attention.ModelAttention,
     ) -> torch.Tensor:
-        """The model's own attention, a chunk of queries at a time, to the columns that the last of them may see."""
+        """The model's own attention, in chunks of queries, over the columns that a chunk's last query may see."""
         queries = query.shape[2]
         before = keys.shape[2] - queries
         parts = []
         for new in masks.chunks(queries):
             end = before + new.stop
-            parts.append(under(query[:, :, new], keys[:, :, :end], values[:, :, :end], mask_of(new)))
+            parts.append(model_attention(query[:, :, new], keys[:, :, :end], values[:, :, :end], mask_of(new)))
         return torch.cat(parts, 1)
 
     def _past(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Stored K and V ``[rows, kv_heads, n, D]`` and positions ``[rows, kv_heads, n]``, -1 where nothing is."""
+        """Stored K and V ``[rows, kv_heads, n, D]`` and positions ``[rows, kv_heads, n]``, -1 for no token."""
         return gather(self.owner.tiered, self.index, range(self.owner.rows))
 
     def _mass(
@@ -355,22 +364,22 @@ class StrataLayer(CacheLayerMixin):
         longest: int,
         in_order: bool,
     ) -> torch.Tensor:
-        """Mass that the prompt gave to each position: ``[rows, kv_heads, longest]``, the longest row after it.
+        """Mass that the prompt's queries gave to each position: ``[rows, kv_heads, length of the longest row]``.
 
-        ``positions`` of queries, of columns and which queries are tokens; ``in_order``: as in `prompt_mass`.
+        ``positions``: of queries, of columns, and which queries are tokens; ``in_order`` as in `prompt_mass`.
         """
         by_column = prompt_mass(query, keys, *positions, logits, self.owner.importance_queries, in_order)
         if in_order:
             return by_column
         column_position = positions[1]
-        mass = by_column.new_zeros(*by_column.shape[:2], longest + 1)  # the last for columns without a token
+        mass = by_column.new_zeros(*by_column.shape[:2], longest + 1)  # the last entry collects columns without a token
         mass.scatter_add_(2, column_position.expand_as(by_column) % (longest + 1), by_column)
         return mass[..., :longest]
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None, mass: torch.Tensor | None
     ) -> None:
-        """Append the new rows; mass is the first importance of their tokens."""
+        """Append the new rows; ``mass`` is the initial importance of their tokens."""
         cache, k, v = self.owner.tiered, self._rows(key), self._rows(value)
         if real is None:
             cache.append(self.index, k, v, mass=mass, queries=None if mass is None else k.shape[1])
@@ -392,11 +401,11 @@ class StrataLayer(CacheLayerMixin):
         return stored_rows(x, self.owner.tiered.dtype)
 
     def lengths(self) -> list[int]:
-        """Tokens stored of each row."""
+        """Number of tokens stored in each row."""
         return [self.owner.tiered.length(request, self.index) for request in range(self.owner.rows)]
 
     def flush(self) -> None:
-        """Hand the mass of the last decode steps to the cache."""
+        """Pass the mass of the last decode steps to the cache."""
         if self.ledger is not None:
             self.ledger.flush()
 

@@ -1,7 +1,7 @@
 """Masks: which columns are tokens, and what a query sees.
 
-A compressed layer knows causal order and padding. Everything is worked out from positions, a chunk of queries at a
-time: the whole mask of a prompt is quadratic in its length.
+A compressed layer supports causal order and padding. Everything is computed from positions, a chunk of queries at a
+time, because the whole mask of a prompt is quadratic in its length.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-QUERIES = 256  # of a prompt that share a mask
+QUERIES = 256  # queries of a prompt that share a mask
 
 
 class LastMask:
-    """The mask that was checked last, without keeping it alive; copies and pickles know none."""
+    """The mask that was checked last, held weakly; copies and pickles drop it."""
 
     def __init__(self) -> None:
         self._mask: weakref.ref[torch.Tensor] | None = None
@@ -41,18 +41,18 @@ def check_shape(mask: torch.Tensor, queries: int, columns: int) -> None:
 
 
 def new_tokens(mask: torch.Tensor, queries: int) -> torch.Tensor:
-    """New columns that are tokens, bool ``[rows or 1, queries]``: a token sees itself, padding sees nothing there."""
+    """Token mask of the new columns, bool ``[rows or 1, queries]``: a token sees itself, padding does not."""
     own = mask[:, 0, -queries:, -queries:].diagonal(dim1=1, dim2=2)
     return own if own.dtype == torch.bool else own == 0
 
 
 def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_window: int | None = None) -> None:
-    """Raise NotImplementedError unless a mask is causal order, a sliding window if there is one, and padding.
+    """Raise NotImplementedError unless a mask is causal order, padding and, if given, a sliding window.
 
     Args:
         mask: ``[rows or 1, heads or 1, queries, columns]``, True or 0 where a query sees a column.
-        real: bool ``[rows, columns]``, False for padding. Rows of padding queries are not looked at.
-        queries: the last of the columns.
+        real: bool ``[rows, columns]``, False for padding. Rows of padding queries are not checked.
+        queries: number of queries, which are the last columns.
     """
     columns = real.shape[1]
     column = torch.arange(columns, device=mask.device)
@@ -64,7 +64,7 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_w
             expected = expected & (column > own[:, None] - sliding_window)
         differs = part != expected if part.dtype == torch.bool else (part == 0) != expected
         if part.dtype != torch.bool:
-            differs |= (part != 0) & (part > torch.finfo(part.dtype).min / 2)  # a bias
+            differs |= (part != 0) & (part > torch.finfo(part.dtype).min / 2)  # an additive bias
         wrong |= (differs & real[:, own, None].unsqueeze(1)).any()
     if bool(wrong):
         raise NotImplementedError(
@@ -74,7 +74,7 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_w
 
 
 def check_positions(positions: torch.Tensor, real: torch.Tensor | None) -> None:
-    """Raise NotImplementedError where the positions of a row's tokens go back, as those of packed sequences do.
+    """Raise NotImplementedError if the positions of a row's tokens go back, as those of packed sequences do.
 
     Args:
         positions: ``[rows or 1, queries]``.
@@ -100,7 +100,7 @@ def visible(query_position: torch.Tensor, column_position: torch.Tensor) -> torc
 def of_positions(
     query_position: torch.Tensor, column_position: torch.Tensor, heads: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`visible` as a model's attention takes it: of ``heads`` or 1, as bool or as a bias of 0 and the lowest number."""
+    """`visible` as a mask for the model's attention: for ``heads`` or 1, bool or an additive bias."""
     seen = visible(query_position, column_position)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(heads // seen.shape[1], 1)

@@ -1,7 +1,7 @@
-"""The attention mass that the tokens of a prompt give: what the cache's importance begins with.
+"""Attention mass that the queries of a prompt give to its tokens: the initial importance in the cache.
 
-A decode step gets it from `decode_attention`. Prompts attend by the model's own function, which keeps no
-probabilities, so up to `limit` of their queries are done again here, evenly spaced, each standing for its neighbours.
+A decode step gets mass from `decode_attention`. Prompts attend with the model's own function, which returns no
+probabilities, so up to `limit` evenly spaced queries are recomputed here, each representing its neighbours.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstrata.cache import TieredCache
 from .logits import Logits
 from .mask import visible
 
-CHUNK = 16  # queries at a time: their scores are the memory that this takes
+CHUNK = 16  # queries at a time; their scores determine the memory needed
 
 
 class _Prompt(NamedTuple):
-    """Arguments of `prompt_mass`, and the queries that are looked at, the last one first."""
+    """Arguments of `prompt_mass`, and the sampled queries, the last one first."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -30,8 +30,8 @@ class _Prompt(NamedTuple):
     column_position: torch.Tensor
     stride: int
     sampled: torch.Tensor  # every stride-th query
-    weight: torch.Tensor  # float32 [rows, sampled], how many queries each stands for
-    no_padding: bool  # known to have none
+    weight: torch.Tensor  # float32 [rows, sampled], number of queries that each represents
+    no_padding: bool  # True if padding is ruled out
 
 
 def prompt_mass(
@@ -39,7 +39,7 @@ def prompt_mass(
     key: torch.Tensor,
     query_position: torch.Tensor,
     column_position: torch.Tensor,
-    asking: torch.Tensor,
+    is_token: torch.Tensor,
     logits: Logits,
     limit: int,
     in_order: bool | None = None,
@@ -51,24 +51,25 @@ def prompt_mass(
         key: ``[rows, kv_heads, columns, D]``; the last columns are those of the queries.
         query_position: ``[rows, queries]``; a query sees the positions up to its own.
         column_position: ``[rows, kv_heads or 1, columns]``, -1 for a column without a token.
-        asking: bool ``[rows, queries]``, False for padding.
+        is_token: bool ``[rows, queries]``, False for padding.
         logits: how scores become logits.
-        limit: how many queries are looked at.
-        in_order: True if column i is the token at position i in all rows, False if not; None looks, where that needs
-            no wait for a GPU.
+        limit: maximum number of sampled queries.
+        in_order: True if column i is the token at position i in all rows, False if not; None finds out, if that needs
+            no synchronisation with a GPU.
 
-    Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (queries asking) * (its heads).
+    Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (number of query tokens) * (its
+    heads).
     """
     stride = -(-query.shape[2] // limit)
     if _by_triton(query):
-        positions = None if in_order else (query_position, column_position, asking)
+        positions = None if in_order else (query_position, column_position, is_token)
         return triton_mass(sampled_queries(query, stride), query.shape[2], key, logits, positions)
     sampled = torch.arange(query.shape[2] - 1, -1, -stride, device=query.device)
-    weight = asking[:, sampled].float()
-    weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
-    # Without padding only columns of the chunk's own queries can be hidden.
+    weight = is_token[:, sampled].float()
+    weight *= (is_token.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+    # Without padding, only columns of the chunk's own queries can be hidden.
     on_cpu = query.device.type == "cpu"
-    no_padding = in_order or (on_cpu and bool(asking.all()) and bool((column_position >= 0).all()))
+    no_padding = in_order or (on_cpu and bool(is_token.all()) and bool((column_position >= 0).all()))
     prompt = _Prompt(query, key, query_position, column_position, stride, sampled, weight, no_padding)
     if on_cpu and (loops := _numba()) is not None:
         return _compiled_mass(loops, prompt, logits)
@@ -80,7 +81,7 @@ def _by_triton(query: torch.Tensor) -> bool:
 
 
 def sampled_queries(query: torch.Tensor, stride: int) -> torch.Tensor:
-    """Every ``stride``-th query of ``[rows, heads, queries, D]`` up to the last one, a view."""
+    """View of every ``stride``-th query of ``[rows, heads, queries, D]``, up to and including the last one."""
     return query[:, :, (query.shape[2] - 1) % stride :: stride]
 
 
@@ -91,9 +92,9 @@ def triton_mass(
     logits: Logits,
     positions: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
-    """`prompt_mass` by the `sampled_queries` of a prompt of so many ``queries``; nothing is read back.
+    """`prompt_mass` from the `sampled_queries` of a prompt with ``queries`` queries; does not synchronise.
 
-    ``positions``: of queries and of columns, and ``asking``; None if column i is the token at position i in all rows.
+    ``positions``: of queries, of columns, and ``is_token``; None if column i is the token at position i in all rows.
     """
     from .mass_triton import sampled_mass
 
@@ -101,16 +102,16 @@ def triton_mass(
     q, key = sampled.detach(), key.detach()
     if positions is None:
         return sampled_mass(q, key, stride, queries / q.shape[2], logits)
-    query_position, column_position, asking = positions
+    query_position, column_position, is_token = positions
     chosen = slice((queries - 1) % stride, None, stride)
-    weight = asking[:, chosen].float()
-    weight *= (asking.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+    weight = is_token[:, chosen].float()
+    weight *= (is_token.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
     places = (x.to(torch.int32).contiguous() for x in (query_position[:, chosen], column_position))
     return sampled_mass(q, key, stride, weight, logits, *places)
 
 
 def load_kernels(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load what `triton_mass` of prompts without padding needs on a CUDA device."""
+    """Compile and load the kernels that `triton_mass` of prompts without padding needs on a CUDA device."""
     q = torch.zeros(1, 64, heads, dim, dtype=dtype, device=device).transpose(1, 2)
     if _by_triton(q):
         triton_mass(q, 64, q[:, :kv_heads], Logits(1.0))
@@ -139,9 +140,9 @@ def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.
             its = logits
             if logits.sinks is not None:
                 its = logits._replace(sinks=logits.sinks.view(kv_heads, -1)[head])
-            asked = by_head[row, head].transpose(0, 1).index_select(0, sampled)
+            sampled_query = by_head[row, head].transpose(0, 1).index_select(0, sampled)
             loops.add_mass(
-                asked, keys[row, head], own, query_position[row, sampled],
+                sampled_query, keys[row, head], own, query_position[row, sampled],
                 positions[row, head].contiguous(), weight[row], its, mass[row, head],
             )  # fmt: skip
     return mass
@@ -156,7 +157,7 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
     keys = key.float().flatten(0, 1).transpose(1, 2)
     size = CHUNK
     for chunk, (queries, its_weight) in enumerate(zip(sampled.split(size), weight.split(size, 1), strict=True)):
-        end = columns - chunk * size * stride  # behind the column of the chunk's last query, which sees no further
+        end = columns - chunk * size * stride  # the chunk's last query sees no later column
         q = query[:, :, queries].float().mul_(logits.scale)
         scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])
         if logits.softcap is not None:
@@ -170,14 +171,14 @@ def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
             scores = torch.cat([scores, sink.reshape(len(scores), -1, 1)], -1)
         seen = scores.softmax(-1)[..., :end]
         if not no_padding:
-            seen.nan_to_num_(0.0)  # a padding row that sees nothing
+            seen.nan_to_num_(0.0)  # padding rows see nothing
         stands_for = its_weight[:, None, None].expand(-1, kv_heads, group, -1).reshape(len(scores), 1, -1)
         mass[..., :end] += torch.bmm(stands_for, seen)
     return mass.view(rows, kv_heads, columns)
 
 
 class MassLedger:
-    """Mass of decode steps, handed to the cache `STEPS` at a time, since it is not read before the next settling."""
+    """Mass of decode steps, passed to the cache every `STEPS` steps, since it is not read before the next settling."""
 
     STEPS = 16
 
@@ -187,7 +188,7 @@ class MassLedger:
         self.queries = 0
 
     def add(self, mass: torch.Tensor, queries: int) -> None:
-        """``mass [requests, kv_heads, positions]`` of one decode step of all requests, which only got longer."""
+        """Add ``mass [requests, kv_heads, positions]`` of a decode step of all requests, which may only have grown."""
         if self.mass is None:
             self.mass = mass
         else:
@@ -198,7 +199,7 @@ class MassLedger:
             self.flush()
 
     def flush(self) -> None:
-        """The one place where decode's mass becomes importance."""
+        """Add the collected mass to the importance of the cache."""
         if self.mass is not None:
             self.cache.update_importance(self.layer, self.mass, queries=self.queries)
         self.mass, self.queries = None, 0

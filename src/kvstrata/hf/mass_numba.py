@@ -1,7 +1,7 @@
-"""The mass of prompt queries on the CPU: products by torch, from scores to weights in compiled loops.
+"""Attention mass of prompt queries on the CPU: products by torch, scores to weights in compiled loops.
 
-A row of scores stays in a core's cache from the first look at it to the last, and columns behind a query are not
-looked at. Torch's softmax over all heads goes through memory four times.
+A row of scores stays in a core's cache throughout, and columns after a query are skipped. Torch's softmax over all
+heads would pass through memory four times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstrata.threads import share_out
 if TYPE_CHECKING:
     from .logits import Logits
 
-SCORES = 1 << 18  # of a chunk of queries of one KV head, for each thread: 1 MiB, a core's second cache
+SCORES = 1 << 18  # scores of a chunk of queries of one KV head, per thread: 1 MiB, the size of an L2 cache
 
 
 def add_mass(
@@ -32,21 +32,21 @@ def add_mass(
     logits: Logits,
     mass: torch.Tensor,
 ) -> None:
-    """Add the mass that queries of one KV head give.
+    """Add the mass that the queries of one KV head give to its columns.
 
     Args:
         query: ``[queries, group, D]``, the last one first.
         key: ``[columns, D]``.
-        columns: int64 ``[queries]``, the column of each query; neither it nor those after it in the list see more.
+        columns: int64 ``[queries]``, the column of each query; neither it nor later queries in the list see more.
         query_position: int64 ``[queries]``; a query sees the positions up to its own.
         column_position: int64 ``[columns]``, -1 for a column without a token; empty if queries see all columns up to
             their own.
-        weight: float32 ``[queries]``, how many queries each stands for.
+        weight: float32 ``[queries]``, number of queries that each represents.
         logits: how scores become logits; sinks ``[group]``.
         mass: float32 ``[columns]``. Mutated.
     """
     queries, group, _ = query.shape
-    # Channels of K as rows: a product of a few queries would turn K for itself, each time.
+    # Transpose K once: a product with few queries would transpose it each time.
     channels = torch.empty(key.shape[::-1], dtype=torch.float32, device="cpu").copy_(key.T)
     q = query.float().mul(logits.scale).flatten(0, 1)
     threads = torch.get_num_threads()
@@ -70,7 +70,7 @@ def add_mass(
 
 @compiled
 def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, by, first, last):
-    """Rows ``first`` to ``last`` of scores, query by query: weights up to a factor, which goes into ``by``."""
+    """Convert rows ``first`` to ``last`` of scores to weights up to a factor, which goes into ``by``."""
     group = len(scores) // len(columns)
     for row in range(first, last):
         i, head = row // group, row % group

@@ -1,11 +1,11 @@
-"""Attention mass of sampled queries in Triton: two launches, and nothing of queries x columns reaches memory.
+"""Attention mass of sampled queries in Triton: two launches, without materialising queries x columns.
 
-    lse    a program owns queries of a KV head's group and a range of columns; log-sum-exp of what they see there
-    mass   a program owns columns of a KV head and walks over all queries that see them: sums of exp(logit - lse)
+    lse    a program owns queries of a KV head's group and a range of columns: log-sum-exp of what they see there
+    mass   a program owns columns of a KV head and loops over all queries that see them: sums of exp(logit - lse)
 
-Where attention has given the lse, and keys come in chunks, only the second one runs (`put_mass`). Queries are sampled
-evenly: query s is at column ``first + s * every``, and sees none behind it. Query s of head g of a group is row
-``s * group + g``, so that a program skips the queries before its columns.
+If attention has already returned the lse and keys come in chunks, only the second kernel runs (`put_mass`). Queries are
+sampled evenly: query s is at column ``first + s * every``, and sees no later column. Query s of head g of a group is
+row ``s * group + g``, so that a program skips the queries before its columns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .logits import Logits
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3e38)  # initial maximum, finite: -inf minus it is -inf, with weight 0
-SPAN = 2048  # columns of a program that sums, a multiple of BLOCK_N
+LOWEST = tl.constexpr(-3e38)  # initial maximum; finite, so that -inf minus it is -inf, with weight 0
+SPAN = 2048  # columns per program of the lse kernel, a multiple of BLOCK_N
 
 
 @triton.jit
 def _queries(q_ptr, block, count, stride_qh, stride_qs, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
              BLOCK_M: tl.constexpr):  # fmt: skip
-    """Rows ``[BLOCK_M, WIDE]`` of queries, zero behind ``count``; their numbers among the sampled ones."""
+    """Rows ``[BLOCK_M, WIDE]`` of queries, zero past ``count``; their indices among the sampled queries."""
     row, dim = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
     at = (row // GROUP).to(tl.int64) * stride_qs + (row % GROUP) * stride_qh
     return tl.load(q_ptr + at[:, None] + dim[None, :], mask=(row < count)[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -95,9 +95,9 @@ def mass_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, PLACED: tl.constexpr, BY_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Mass ``[rows, columns, kv_heads]`` of BLOCK_N columns; each query counts ``weight`` times, or its own.
+    """Mass ``[rows, columns, kv_heads]`` of BLOCK_N columns; queries count ``weight`` times, or each by its own weight.
 
-    BY_POSITION: written at the positions of the columns, ``[rows, positions, kv_heads]``; others are left as they are.
+    BY_POSITION: written at the positions of the columns, ``[rows, positions, kv_heads]``; others are not written.
     """
     head_cache, block = tl.program_id(0), tl.program_id(1)
     row, head = (head_cache // KV_HEADS).to(tl.int64), (head_cache % KV_HEADS).to(tl.int64)
@@ -110,7 +110,7 @@ def mass_kernel(
         column_place = tl.load(column_place_ptr + row * stride_cr + head * stride_ch + column, mask=column < columns,
                                other=-1)  # fmt: skip
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    sees = tl.maximum(start - first + every - 1, 0) // every  # the first query that sees a column of these
+    sees = tl.maximum(start - first + every - 1, 0) // every  # first query that sees one of these columns
     for block_m in tl.range(sees * GROUP // BLOCK_M, (count + BLOCK_M - 1) // BLOCK_M):
         q = _queries(q_ptr, block_m, count, stride_qh, stride_qs, GROUP, DIM, WIDE, BLOCK_M)
         s = _in_base_2(tl.dot(k, tl.trans(q)), factor, softcap, CAPPED)
@@ -149,7 +149,7 @@ def factor_of(logits: Logits) -> float:
 
 
 def constants_of(query: torch.Tensor, kv_heads: int, logits: Logits) -> dict[str, Any]:
-    """Constants and options that both kernels have, for queries ``[rows, heads, sampled, D]``."""
+    """Constants and options that both kernels share, for queries ``[rows, heads, sampled, D]``."""
     heads, dim = query.shape[1], query.shape[3]
     sizes = dict(KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, WIDE=triton.next_power_of_2(dim))
     return sizes | dict(CAPPED=logits.softcap is not None) | blocks(dim)
@@ -167,15 +167,15 @@ def sampled_mass(
     """Mass of every column, float32 ``[rows, kv_heads, columns]``, contiguous as ``[rows, columns, kv_heads]``.
 
     Args:
-        query: ``[rows, heads, sampled, D]``; the last one is that of the last column, the one before ``every`` earlier.
-        key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, else of any strides.
-        every: columns from one query to the next.
-        weight: how many queries each stands for; float32 ``[rows, sampled]`` where positions are given.
+        query: ``[rows, heads, sampled, D]``; the last query is at the last column, the one before it ``every`` earlier.
+        key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, other strides free.
+        every: number of columns from one query to the next.
+        weight: number of queries that each represents; float32 ``[rows, sampled]`` if positions are given.
         logits: how scores become logits.
         query_position, column_position: int32 ``[rows, sampled]`` and ``[rows, kv_heads or 1, columns]``, -1 for a
-            column without a token; None without padding, where all columns in order are seen.
+            column without a token; None without padding, if columns are tokens in order.
 
-    Reads nothing back from the device, and launches nothing that depends on values.
+    Does not synchronise, and no launch depends on values.
     """
     (rows, heads, sampled, _), (kv_heads, columns) = query.shape, key.shape[1:3]
     group, device = heads // kv_heads, key.device
@@ -229,12 +229,13 @@ def put_mass(
     Args:
         out: float32 ``[rows, positions, kv_heads]``, contiguous.
         query: ``[rows, heads, sampled, D]``.
-        lse: float32 ``[rows, kv_heads, sampled, group]``, contiguous: of all that a query sees, sinks included.
-        key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, else of any strides.
-        every: columns from one query to the next, of which the last is that of the last column; None if the columns are
-            in no order.
+        lse: float32 ``[rows, kv_heads, sampled, group]``, contiguous: over everything that a query sees, including
+            sinks.
+        key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, other strides free.
+        every: number of columns from one query to the next, the last query being at the last column; None if the
+            columns are in no order.
         weight, logits, query_position: as in `sampled_mass`.
-        column_position: int32 ``[rows, kv_heads or 1, columns]``; none of a token if negative or behind ``out``.
+        column_position: int32 ``[rows, kv_heads or 1, columns]``; no token if negative or past the end of ``out``.
     """
     (rows, _, sampled, _), (kv_heads, columns) = query.shape, key.shape[1:3]
     first = columns if every is None else columns - 1 - (sampled - 1) * every

@@ -1,7 +1,8 @@
-"""Means over the tokens of a prompt that the balance of K is estimated from, on any device.
+"""Means over the tokens of a prompt from which the balance of K is estimated, on any device.
 
-Channels come in pairs: those that RoPE turns into each other, then the rest in order. A pair of K is turned back to
-position 0, so that means over tokens are those of one position; a pair of Q as if it were its own square.
+Channels come in pairs: those that RoPE rotates into each other, then the rest in order. A pair of K is rotated back to
+position 0, so that means over tokens refer to one position; of a pair of Q
+only second moments are needed, which rotate by twice the angle.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 class Moments(NamedTuple):
-    """Means, float32 ``[rows, kv_heads, pairs]``; ``x`` and ``y`` are the channels of a pair that is turned back."""
+    """Means, float32 ``[rows, kv_heads, pairs]``; ``x`` and ``y`` are the channels of a pair that is rotated back."""
 
     k_first: torch.Tensor  # squares of the first channel
     k_second: torch.Tensor
@@ -20,35 +21,35 @@ class Moments(NamedTuple):
     y: torch.Tensor
     k_unlike: torch.Tensor  # x² - y²
     k_cross: torch.Tensor  # 2 x y
-    q_first: torch.Tensor  # of Q likewise, over the query heads of a KV head too
+    q_first: torch.Tensor  # of Q likewise, also over the query heads of a KV head
     q_second: torch.Tensor
     q_unlike: torch.Tensor
     q_cross: torch.Tensor
 
 
 def channels(pairs: int, dim: int, *, is_interleaved: bool) -> list[tuple[slice, slice]]:
-    """First and second channels of the pairs that RoPE turns, and of the others."""
+    """First and second channels of the pairs that RoPE rotates, and of the others."""
     turned = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
     if not is_interleaved:
         turned = (slice(pairs), slice(pairs, 2 * pairs))
     return [turned, (slice(2 * pairs, dim, 2), slice(2 * pairs + 1, dim, 2))]
 
 
-class Looked(NamedTuple):
-    """Columns of a prompt that are looked at."""
+class PromptSample(NamedTuple):
+    """Columns of a prompt that the balance is estimated from."""
 
-    query: torch.Tensor  # [rows, heads, n, D]; what is not finite counts as 0
+    query: torch.Tensor  # [rows, heads, n, D]; values that are not finite count as 0
     key: torch.Tensor  # [rows, kv_heads, n, D], likewise
-    weight: torch.Tensor  # float32 [rows, n], 0 for columns that are not looked at; their rows may hold anything
-    number: torch.Tensor  # integers [rows, n], positions of those that are
-    tables: tuple[torch.Tensor, torch.Tensor]  # cos and sin of each turned pair's angle, float32 [positions, pairs]
-    largest: float  # what is beyond it counts as this
-    is_interleaved: bool  # RoPE turns channels (2 i, 2 i + 1), not (i, i + pairs)
+    weight: torch.Tensor  # float32 [rows, n], 0 for unused columns, whose rows may hold anything
+    number: torch.Tensor  # integers [rows, n], positions of the used ones
+    tables: tuple[torch.Tensor, torch.Tensor]  # cos and sin of each rotated pair's angle, float32 [positions, pairs]
+    largest: float  # values are clamped to it
+    is_interleaved: bool  # RoPE rotates channels (2 i, 2 i + 1), not (i, i + pairs)
 
 
-def sums(looked: Looked) -> torch.Tensor:
-    """`Moments` by ``weight`` over columns, in torch, stacked: ``[rows, kv_heads, 10, pairs]``."""
-    query, key, weight, number, tables, largest, is_interleaved = looked
+def sums(sample: PromptSample) -> torch.Tensor:
+    """`Moments` weighted by ``weight`` over columns, in torch, stacked: ``[rows, kv_heads, 10, pairs]``."""
+    query, key, weight, number, tables, largest, is_interleaved = sample
     dim, turned = key.shape[-1], tables[0].shape[1]
     pairs = channels(turned, dim, is_interleaved=is_interleaved)
     cos, sin = (

@@ -1,4 +1,4 @@
-"""`moments.sums` on the CPU in a compiled loop, one token after the other: torch takes 60 passes over all rows."""
+"""`moments.sums` on the CPU in one compiled loop over tokens; torch would take 60 passes over all rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 
 from kvstrata.layout.unpack_numba import compiled
 
-from .moments import Looked, channels
+from .moments import PromptSample, channels
 
 
-def sums(looked: Looked) -> torch.Tensor:
+def sums(sample: PromptSample) -> torch.Tensor:
     """`moments.sums` up to rounding: float32 ``[rows, kv_heads, 10, pairs]``."""
-    query, key, weight, number, (cos, sin), largest, is_interleaved = looked
+    query, key, weight, number, (cos, sin), largest, is_interleaved = sample
     rows, kv_heads, _, dim = key.shape
     every = np.arange(dim)
     pairs = channels(cos.shape[1], dim, is_interleaved=is_interleaved)
@@ -28,7 +28,7 @@ def sums(looked: Looked) -> torch.Tensor:
 
 @compiled
 def _clean(row, channel, largest, out):
-    """These channels of a row; what is not finite becomes 0."""
+    """Selected channels of a row; values that are not finite become 0."""
     for p in range(len(out)):
         value = row[channel[p]]
         value = value if abs(value) < np.float32(np.inf) else np.float32(0)
@@ -38,7 +38,7 @@ def _clean(row, channel, largest, out):
 
 @compiled
 def _add(query, key, weight, number, cos, sin, largest, first, second, out):
-    """Rows ``[rows, n, heads, D]``, token by token."""
+    """Add up rows ``[rows, n, heads, D]``, token by token."""
     pairs, turned, group = len(first), cos.shape[1], query.shape[2] // key.shape[2]
     c, s = np.ones(pairs, np.float32), np.zeros(pairs, np.float32)
     a, b = np.empty(pairs, np.float32), np.empty(pairs, np.float32)

@@ -1,7 +1,7 @@
-"""Sums over a prompt's tokens that its balance needs, in Triton: one launch, and no copies of queries in float32.
+"""Sums over a prompt's tokens that its balance needs, in Triton: one launch, and no float32 copies of queries.
 
-A program owns the channel pairs of a KV head in one row, and some columns. Channels that RoPE does not turn are taken
-in pairs, too, with an angle of zero.
+A program owns the channel pairs of a KV head in one row, and some columns. Channels that RoPE does not rotate are also
+processed in pairs, with an angle of zero.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .moments import Looked
+from .moments import PromptSample
 
-SPAN = 128  # columns of a program
-SUMS = 10  # of each pair
+SPAN = 128  # columns per program
+SUMS = 10  # sums per pair
 
 
 @triton.jit
 def _clean(ptr, mask, largest):
-    """Values in float32, zero where they are masked, NaN or infinite, within ``largest``."""
+    """Values in float32, zero if they are masked, NaN or infinite, clamped to ``largest``."""
     x = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
     return tl.minimum(tl.maximum(x, -largest), largest)
@@ -87,9 +87,9 @@ def moments_kernel(
     tl.store(out_ptr + 9 * PAIRS, tl.sum(q_cross, 0) / GROUP, mask=real)
 
 
-def sums(looked: Looked) -> torch.Tensor:
-    """`moments.sums`. Nothing is read back, and no launch depends on values."""
-    query, key, weight, number, tables, largest, is_interleaved = looked
+def sums(sample: PromptSample) -> torch.Tensor:
+    """`moments.sums`. Does not synchronise, and no launch depends on values."""
+    query, key, weight, number, tables, largest, is_interleaved = sample
     (rows, heads, columns, dim), kv_heads = query.shape, key.shape[1]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     (positions, turned), pairs, splits = tables[0].shape, dim // 2, -(-columns // SPAN)

@@ -1,8 +1,8 @@
 """``PackedCache``: a transformers cache whose full-attention layers are packed pages of one format.
 
-`StrataCache(config, format="K4V4")` makes one. There is no budget, no importance and no part of the host: a token is
-packed when it is written, and pages, lengths and padding stay at fixed addresses of the device. So decode steps may be
-compiled by `generate`, or captured in any CUDA graph.
+`StrataCache(config, format="K4V4")` creates one. There is no budget, no importance and no host part: a token is packed
+when it is written, and pages, lengths and padding stay at fixed addresses on the device. So `generate` may compile
+decode steps, and they may be captured in any CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .packed_layer import PackedLayer
 from .packed_rows import PackedRows
 from .rope import frequencies
 
-TOKENS = 2**15  # room of a row unless a prompt or the config says otherwise
+TOKENS = 2**15  # default capacity of a row, unless a prompt or the config needs more
 ROOM = 2**31  # slots are int32
 
 
@@ -41,12 +41,12 @@ class PackedSteps:
     plan: PackedRows | None = None
 
     def has_plan(self, plan: PackedRows | None) -> bool:
-        """True if these are the rows that steps read now, at the addresses of a graph."""
+        """True if these are the rows that steps read now, at the addresses that a graph has captured."""
         return plan is not None and plan is self.plan
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around such a forward."""
+        """Context of such a forward."""
         self.ahead = True
         try:
             yield
@@ -62,12 +62,12 @@ class PackedCache(Cache):
         format: ``K{8,4,3,2}V{8,4,3,2}``, bits of K and V.
         page_tokens: tokens of a page, 16, 32 or 64.
         max_batch: largest number of rows, for `batch_repeat_interleave`; None is that of the first forward.
-        max_tokens: room of a row in columns, allocated with the first token; None is the config's context length, up
-            to 32768 for shorter prompts.
+        max_tokens: capacity of a row in columns, allocated with the first token; None is the config's context length,
+            at most 32768 for shorter prompts.
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote; None takes both
             from the weights and biases of the model's projections. Never from a text, so bytes depend on tokens alone.
-        capture, compile: whether the cache captures or compiles steps itself; None leaves it to `generate`, and
-            captures on CUDA where that does not.
+        capture, compile: whether the cache captures or compiles steps itself; None leaves this to `generate`, and
+            captures on CUDA if `generate` does not compile.
 
     Raises ValueError and TypeError for arguments that do not fit, ValueError from a forward whose columns do not fit
     ``max_tokens`` (in compiled or captured code an assertion of the device), and NotImplementedError for masks beyond
@@ -117,9 +117,9 @@ class PackedCache(Cache):
         self.state: PackedRows | None = None
         self._shape: tuple[int, int] | None = None
         self._dtype = torch.float16
-        self._most = 0  # rows that there are pages for
-        self.start = -1  # columns before those of an eager forward, -1 if the host does not know
-        self._before: tuple[torch.Tensor, torch.Tensor] | None = None  # columns and lengths, while a forward runs
+        self._most = 0  # number of rows that pages are allocated for
+        self.start = -1  # columns before those of an eager forward, -1 if unknown on the host
+        self._before: tuple[torch.Tensor, torch.Tensor] | None = None  # columns and lengths before the running forward
         self.steps, self.forward = PackedSteps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
@@ -138,7 +138,7 @@ class PackedCache(Cache):
     # Memory
 
     def build(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
-        """Make room for rows with K ``[rows, kv_heads, n, D]``; the reason if such a layer cannot be packed."""
+        """Allocate rows for K ``[rows, kv_heads, n, D]``; returns the reason if such a layer cannot be packed."""
         reason = support.misfit(key, value, self._shape)
         if reason or self.state is not None:
             return reason
@@ -159,12 +159,12 @@ class PackedCache(Cache):
         return None
 
     def blocks(self) -> int:
-        """Blocks of a layer, those of all rows."""
+        """Blocks of a layer, for all rows."""
         assert self.state is not None
         return self._most * self.state.block_table.shape[1]
 
     def keep_plain(self, place: int, reason: str) -> DynamicLayer:
-        """Replace a packed layer by one of transformers; ``reason`` goes to ``plain_layers``."""
+        """Replace a packed layer by transformers' own; ``reason`` goes to ``plain_layers``."""
         self.plain_layers[place], self.layers[place] = reason, DynamicLayer()
         self._packed.remove(place)
         for index, packed in enumerate(self._layers()):
@@ -181,7 +181,7 @@ class PackedCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
 
     def memory(self) -> Memory:
-        """Bytes allocated, those of layers that are not packed included; ``slab_slack`` is room without a token."""
+        """Bytes allocated, including layers that are not packed; ``slab_slack`` is room without a token."""
         plain = [x for layer in self._plain() for x in vars(layer).values() if torch.is_tensor(x)]
         held = sum(x.nbytes for x in plain)
         if self.state is None or self.fmt is None or self._shape is None:
@@ -191,9 +191,9 @@ class PackedCache(Cache):
         tables += [x for layer in self._layers() for x in layer.calibration or () if x is not None]
         kinds = {"pages": sum(x.nbytes for x in pages), "tables": sum(x.nbytes for x in tables), "plain_layers": held}
         lengths = self.state.seq_lens.tolist()
-        copies = len(pages) * self._shape[0]  # of each token
-        used = sum(-(-length // self.page_tokens) for length in lengths) * copies
-        tokens, name = sum(lengths) * copies, self.fmt.name
+        head_caches = len(pages) * self._shape[0]  # per row: layers x KV heads
+        used = sum(-(-length // self.page_tokens) for length in lengths) * head_caches
+        tokens, name = sum(lengths) * head_caches, self.fmt.name
         row = 2 * self.fmt.head_dim * self._dtype.itemsize
         return Memory(
             kinds=kinds,
@@ -207,7 +207,7 @@ class PackedCache(Cache):
     def warmup(self, model: PreTrainedModel, rows: int = 1, progress: bool | None = None) -> None:
         """Compile and load what the first forwards of ``model`` need; raises what `kvstrata.warmup_packed` raises.
 
-        ``rows`` is not used: kernels are the same for any number. The cache is not changed.
+        ``rows`` is not used: kernels are the same for any number of rows. The cache is not changed.
         """
         heads, kv_heads, dim = support.sizes(self._text)
         if self._packed and heads and kv_heads and dim:
@@ -228,7 +228,7 @@ class PackedCache(Cache):
         return 0 if self.state is None else len(self.state)
 
     def columns(self) -> int:
-        """Columns before the forward that is running, or that has failed, read from the device."""
+        """Columns before the forward that is running, or that failed, read from the device."""
         assert self.state is not None
         return int(self.state.columns if self._before is None else self._before[0])
 
@@ -256,7 +256,7 @@ class PackedCache(Cache):
         return self.forward.describe(device)
 
     def begin(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> None:
-        """Before the first layer of an eager forward: checks, and what it takes to undo it; raises what they raise."""
+        """Check the arguments of an eager forward before its first layer, and keep what is needed to undo it."""
         self._undo()
         assert self.state is not None
         self.start = -1
@@ -267,18 +267,18 @@ class PackedCache(Cache):
             self.forward.drop()
 
     def advance(self) -> None:
-        """Before a step that the cache captures or compiles; raises ValueError where there is no room for it."""
+        """Prepare a step that the cache captures or compiles; raises ValueError if there is no room for it."""
         self._undo()
         assert self.state is not None
         self.state.check(None, None, self.rows, 1)
         self._before = self.state.columns.clone(), self.state.seq_lens.clone()
 
     def end_step(self) -> None:
-        """All layers have the new columns."""
+        """Count the new columns, which all layers have now."""
         self._before = None
 
     def _undo(self) -> None:
-        """Forget the columns of a forward that raised an error before all layers had them."""
+        """Drop the columns of a forward that raised an error before all layers had them."""
         if self._before is None or self.state is None:
             return
         columns, seq_lens = self._before
@@ -288,7 +288,7 @@ class PackedCache(Cache):
         self.state.real[:, int(columns) :] = True
 
     def matches(self, mask: torch.Tensor) -> bool:
-        """True if a mask is the padding of earlier calls and one token more of every row."""
+        """True if a mask is the padding of earlier calls followed by one token in every row."""
         self._undo()
         return self.state is not None and self.state.matches(mask)
 
@@ -361,7 +361,7 @@ class PackedCache(Cache):
         self.state = self.steps.plan = self.state.select(torch.tensor(rows, device=device))
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy blocks of every layer by way of other memory: a target may be the source of another."""
+        """Copy blocks of every layer through scratch memory, because a target may be the source of another."""
         between = torch.arange(len(sources), device=sources.device)
         memory: torch.Tensor | None = None
         for layer in self._layers():

@@ -57,11 +57,11 @@ class PackedLayer(CacheLayerMixin):
 
     def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
-        self.owner, self.place, self.index = owner, place, index  # place in the model, index among packed layers
+        self.owner, self.place, self.index = owner, place, index  # index in the model, index among packed layers
         self.pages: torch.Tensor | None = None
         self.calibration: Layer | None = None
-        self.begun = False  # in `attend`, so the host knows how many columns there were
-        self.again: attention.Again | None = None  # no layer shares its K and V: such models keep theirs plain
+        self.begun = False  # set in `attend`, when the host knows the number of columns
+        self.attend_shared: attention.AttendShared | None = None  # layers with shared K and V are kept plain
 
     @property
     def is_compileable(self) -> bool:
@@ -81,12 +81,12 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the new rows for `step`; a layer whose shape does not fit is replaced by a plain one here."""
+        """Wrap the new rows for `step`; a layer whose shape cannot be packed is replaced by a plain one here."""
         if self.is_initialized and (self.owner.ahead or torch.compiler.is_compiling()):
             return attention.Ready(self, key_states), attention.Ready(self, value_states)
         return self._update(key_states, value_states, *args, **kwargs)
 
-    @torch.compiler.disable  # pages are made outside of compiled code
+    @torch.compiler.disable  # pages are allocated outside compiled code
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention.connect(self.owner)
         if not self.is_initialized:
@@ -103,13 +103,13 @@ class PackedLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         logits: Logits,
     ) -> torch.Tensor:
-        """Attention output ``[rows, queries, heads, D]``; operators only. Stores K and V."""
+        """Store K and V, and return the attention output ``[rows, queries, heads, D]``; operators only."""
         state, fmt = self.owner.state, self.owner.fmt
         assert state is not None
         assert fmt is not None
         assert self.pages is not None
         if self.owner.ahead:
-            mask = None  # one token of every row
+            mask = None  # one token in every row
         if self.index == 0:
             state.advance(mask, query.shape[2])
         calibration = self.calibration or Layer()
@@ -119,7 +119,7 @@ class PackedLayer(CacheLayerMixin):
         )
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        """Run `step` after the host's checks; the first call also calibrates K."""
+        """Run `step` after checks on the host; the first call also calibrates K."""
         query, key, value, mask, positions, _, logits, module = call
         if self.calibration is None:
             self.calibration = self._calibrate(module, key.shape[1], key.shape[3])
@@ -158,7 +158,7 @@ class PackedLayer(CacheLayerMixin):
     # Interface of transformers' cache layers; the PackedCache handles rows and columns.
 
     def get_seq_length(self) -> Any:
-        """Columns, as an int of the host, or as a tensor of the device where the host cannot look."""
+        """Number of columns: an int if the host knows it, otherwise a tensor on the device."""
         state = self.owner.state
         if state is None:
             return 0

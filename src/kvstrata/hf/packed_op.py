@@ -1,7 +1,7 @@
-"""``kvstrata::strata_packed``: a layer of a forward over packed pages, which stores K and V of new columns and attends.
+"""``kvstrata::strata_packed``: one layer of a forward over packed pages; stores K and V of new columns and attends.
 
-All that it needs to know is in tensors (packed_rows.py) that were brought up to date before the first layer. It mutates
-the pages. Compiled code and CUDA graphs of others may hold it: nothing of it happens on the host while it is captured.
+All state is in tensors (packed_rows.py) that were updated before the first layer. The operator mutates the pages. It
+may be part of compiled code and of any CUDA graph: a captured call needs nothing from the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstrata.layout import Format
 from .logits import Logits
 from .packed_rows import PackedRows
 
-DECODE_QUERIES = 16  # more new columns than these are a prompt
+DECODE_QUERIES = 16  # more new columns than this are a prompt
 
 
 class Layer(NamedTuple):
@@ -51,7 +51,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, seq_lens: Any, columns: Any, real: Any,
               first: Any, slot: Any, balance: Any, centre: Any, sinks: Any, format: str, page_tokens: int, scale: float,
               softcap: float | None, padded: bool, start: int) -> torch.Tensor:  # fmt: skip
-    """Operator ``kvstrata::strata_packed``; ``padded``: new columns may be padding; ``start``: -1 if not known."""
+    """Operator ``kvstrata::strata_packed``; ``padded``: new columns may be padding; ``start``: -1 if unknown."""
     rows, heads, queries, dim = query.shape
     fmt = Format.parse(format, dim, page_tokens)
     given: dict[str, Any] = dict(calibration=Layer(balance, centre))
@@ -70,7 +70,7 @@ def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, se
         start = int(columns) - queries
     if queries <= DECODE_QUERIES and start:
         order = None
-        if padded:  # the newest position is that of the last query
+        if padded:  # the last query has the newest position
             order = new.real.to(torch.uint8).sort(dim=1, stable=True).indices
             order = (order + queries * torch.arange(rows, device=order.device).unsqueeze(1)).flatten()
             q = q[order]
@@ -101,11 +101,11 @@ def _ragged(
     captured: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """`prefill_packed` of the tokens among new columns; padding yields zeros."""
+    """`prefill_packed` of the new columns that are tokens; padding yields zeros."""
     cu = torch.zeros(len(seq_lens) + 1, dtype=torch.int32, device=q.device)
     torch.cumsum(new.real.sum(1), 0, dtype=torch.int32, out=cu[1:])
     is_token = new.real.flatten()
-    if captured:  # as many rows as there are columns, tokens first
+    if captured:  # as many rows as columns, tokens first
         chosen = (~is_token).to(torch.uint8).sort(dim=0, stable=True).indices
     else:
         chosen = is_token.nonzero().flatten()
@@ -148,21 +148,22 @@ def strata_packed(
     padded: bool,
     start: int = -1,
 ) -> torch.Tensor:
-    """Attention output ``[rows, n, heads, D]`` of the newest n columns, whose K and V are stored first.
+    """Store K and V of the newest n columns and return their attention output ``[rows, n, heads, D]``.
 
     Args:
         query: ``[rows, heads, n, D]``; key, value: ``[rows, kv_heads, n, D]``, in one dtype.
         pages: uint8 ``[blocks of all rows, kv_heads, fmt.page_bytes]``. Mutated: the bits of the new tokens.
-        rows: lengths, in which the n columns are counted already.
-        calibration: of the layer.
+        rows: lengths, which already include the n columns.
+        calibration: calibration of the layer.
         fmt: format of the pages.
         logits: how scores become logits.
         padded: some of the new columns may be padding.
-        start: columns before the new ones; -1 reads them from the device where it has to know.
+        start: number of columns before the new ones; -1 reads it from the device if needed.
 
-    One new column, and up to 16 behind others, are read from the pages. More attend as they are, to earlier ones from
-    the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the
-    same shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed` raise.
+    A single new column, and up to 16 after earlier ones, are read from the pages. More columns attend to each other
+    unquantised, and to earlier ones in the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph
+    capture after an eager call of the same shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed`
+    raise.
     """
     return torch.ops.kvstrata.strata_packed(
         query, key, value, pages, rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot,

@@ -1,9 +1,9 @@
-"""Rows of a batch over packed pages: their lengths, padding and slots, all in tensors of the device at fixed addresses.
+"""Rows of a batch over packed pages: their lengths, padding and slots, in device tensors at fixed addresses.
 
     row of the batch   blocks ``row * blocks .. (row + 1) * blocks`` of every layer's pages: the block table is constant
-    column             a token or padding; only tokens are stored, so every row has a length of its own
+    column             a token or padding; only tokens are stored, so every row has its own length
 
-The host knows none of it, so a forward of operators alone moves a cache on: compiled, or captured by whomever.
+The host has no copy, so a forward made of operators advances the cache without it, compiled or captured by anyone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class PackedRows:
     """Lengths and padding of ``rows`` with room for ``blocks`` of ``block_size`` tokens each, on ``device``."""
 
     def __init__(self, rows: int, blocks: int, block_size: int, device: torch.device) -> None:
-        self.tokens = blocks * block_size  # room of a row
+        self.tokens = blocks * block_size  # capacity of a row
         with torch.inference_mode(False):
             self.columns = torch.zeros((), dtype=torch.int64, device=device)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self.real = torch.ones(rows, self.tokens, dtype=torch.bool, device=device)  # False for padding
             self.first = torch.arange(rows, dtype=torch.int32, device=device) * self.tokens  # slot of a row's token 0
-            self.slot = torch.full_like(self.seq_lens, -1)  # of the newest column, -1 for padding
+            self.slot = torch.full_like(self.seq_lens, -1)  # slot of the newest column, -1 for padding
             self.block_table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
         self.fix()
 
     def fix(self) -> None:
-        """Tell torch.compile that these tensors stay where they are, so that CUDA graphs may mutate them."""
+        """Mark these tensors as static addresses for torch.compile, so that CUDA graphs may mutate them."""
         for x in vars(self).values():
             if isinstance(x, torch.Tensor):
                 torch._dynamo.mark_static_address(x, guard=False)
@@ -37,9 +37,9 @@ class PackedRows:
         return len(self.seq_lens)
 
     def advance(self, mask: torch.Tensor | None, queries: int) -> None:
-        """Count new columns, those of ``mask [rows or 1, heads or 1, queries, columns]`` that see themselves as tokens.
+        """Count new columns: tokens if they see themselves in ``mask [rows or 1, heads or 1, queries, columns]``.
 
-        Operators only. Without room for them an assertion fails, on a GPU that of the device.
+        Operators only. If there is no room, an assertion fails, on a GPU a device-side one.
         """
         torch._assert_async(self.columns + queries <= self.tokens, "max_tokens: expected more, all tokens are in use")
         if mask is None:
@@ -53,16 +53,16 @@ class PackedRows:
         self.columns.add_(queries)
 
     def _new_tokens(self, mask: torch.Tensor, queries: int) -> torch.Tensor:
-        """New columns that are tokens, bool ``[rows, queries]``, before they are counted."""
+        """Token mask of the new columns, bool ``[rows, queries]``, before they are counted."""
         query = torch.arange(queries, device=mask.device)
         own = mask[:, 0, query, self.columns + query]
         return (own if own.dtype == torch.bool else own == 0).expand(len(self), -1)
 
     def check(self, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int) -> int:
-        """Check the arguments of a forward before its columns are counted; the host reads them.
+        """Check the arguments of a forward on the host, before its columns are counted.
 
-        Returns the number of columns so far. Raises ValueError for other rows than before and for columns without room,
-        and NotImplementedError for a mask that is not causal order and the padding of before.
+        Returns the number of columns so far. Raises ValueError for a different number of rows and for columns without
+        room, and NotImplementedError for a mask other than causal order with the padding of earlier calls.
         """
         if rows != len(self):
             raise ValueError(f"past_key_values: expected {len(self)} rows as before, got {rows}")
@@ -84,7 +84,7 @@ class PackedRows:
         return start
 
     def matches(self, mask: torch.Tensor) -> bool:
-        """True if a mask of two or four dimensions is the padding of before and one token more of every row."""
+        """True if a 2-D or 4-D mask is the padding of earlier calls followed by one token in every row."""
         end = int(self.columns) + 1
         if end > self.tokens or mask.dim() not in (2, 4) or mask.shape[-1] not in (end, self.tokens):
             return False
@@ -94,7 +94,7 @@ class PackedRows:
         return bool(((seen[:, :end] != 0) == self.real[:, :end]).all() & (seen[:, end - 1] != 0).all())
 
     def crop(self, columns: int) -> None:
-        """Remove the last ``columns``, of which the host reads how many there are."""
+        """Remove the last ``columns`` columns; the host reads the current number."""
         end = int(self.columns)
         start = max(end - columns, 0)
         self.seq_lens.sub_(self.real[:, start:end].sum(1, dtype=torch.int32))
@@ -102,7 +102,7 @@ class PackedRows:
         self.columns.fill_(start)
 
     def select(self, rows: torch.Tensor) -> PackedRows:
-        """Lengths and padding of other rows, int64 ``[n]`` on the device; in place if there are as many."""
+        """Lengths and padding of the given rows, int64 ``[n]`` on the device; in place if their number is unchanged."""
         blocks = self.block_table.shape[1]
         chosen = self
         if len(rows) != len(self):

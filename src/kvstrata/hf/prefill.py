@@ -1,7 +1,6 @@
-"""Attention of a later prompt on a GPU, to earlier tokens and to itself: one launch of `prefill_attention`, no mask.
+"""Attention of a later prompt on a GPU, over earlier tokens and itself: one launch of `prefill_attention`, no mask.
 
-The model's own function would take a mask, since its causal order is that of the first prompt, and go the slower way of
-such masks.
+The model's own function aligns its causal mask to the first key, so it would need an explicit mask and a slower kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(query: torch.Tensor) -> bool:
-    """True if `attend` serves ``query [rows, heads, n, D]`` faster than the model's own function."""
+    """True if `attend` supports ``query [rows, heads, n, D]`` and is faster than the model's own function."""
     return query.is_cuda and query.shape[-1] in HEAD_DIMS and query.dtype in DTYPES
 
 
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, logits: Logits) -> torch.Tensor:
-    """Attention output ``[rows, n, heads, D]`` of the last n columns, each to all columns up to its own.
+    """Attention output ``[rows, n, heads, D]`` of the last n columns, each over all columns up to its own.
 
     ``query [rows, heads, n, D]``, ``keys, values [rows, kv_heads, columns, D]``: columns are tokens in order.
     """

@@ -1,13 +1,13 @@
-"""First prompts of layers on a GPU: planned in groups of layers, and stored while the next layers compute.
+"""First prompts of layers on a GPU: planned in groups of layers, and stored while later layers compute.
 
-    layer      0    1    2    3    4    5
-    attention  ███  ███  ███  ███  ███  ███
-    plan                 0-2            3-5    balance, mass and plan of a group: queued, nothing to wait for
-    store                               0-2    pages and codes, when the next group comes or the cache is used
+layer      0    1    2    3    4    5
+attention  ███  ███  ███  ███  ███  ███
+    plan                 0-2            3-5    balance, mass and plan of a group: queued without waiting
+    store                               0-2    pages and codes, when the next group is planned or the cache is used
 
-When the host waits for the counts of a plan, layers behind it are queued on the device, which is never idle. A group is
-one layer of a long prompt, and all layers of a short one, whose time is the host's. Until a group is planned, its K and
-V are held as the model made them.
+While the host waits for the counts of a plan, later layers are already queued, so the device is never idle. A group
+is one layer of a long prompt, and all layers of a short one, which is host-bound. Until a group is planned, its K
+and V are held in the model's dtype.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from .logits import Logits
 from .mass import sampled_queries, triton_mass
 from .steps import stored_rows
 
-WHOLE = 256 << 20  # bytes of K and V in all layers up to which a prompt is one group
-TOGETHER = 128 << 20  # bytes of K and V of a group otherwise
-BALANCED = 4  # rows of all layers whose balance is estimated at a time by torch, which copies their queries
+ALL_LAYERS_BYTES = 256 << 20  # if K and V of all layers take at most this many bytes, a prompt is one group
+GROUP_BYTES = 128 << 20  # otherwise, maximum bytes of K and V in a group
+BALANCE_ROWS = 4  # rows whose balance torch estimates at a time, since it copies their queries
 
 
-class How(NamedTuple):
+class PromptSettings(NamedTuple):
     """Settings of a prompt, the same in all layers."""
 
-    limit: int | None  # queries that are sampled for mass; None takes no mass
-    estimates: bool  # the balance of K comes from the prompt
-    turned: bool | None  # how RoPE pairs channels, `balance.interleaved`
+    limit: int | None  # maximum number of queries sampled for mass; None computes no mass
+    estimates: bool  # True if the balance of K is estimated from the prompt
+    is_interleaved: bool | None  # how RoPE pairs channels, see `balance.interleaved`
 
 
-class Waiting(NamedTuple):
-    """A layer that has attended."""
+class QueuedLayer(NamedTuple):
+    """A layer that has attended and is not stored yet."""
 
     layer: int
-    first: torch.Tensor  # queries that the balance looks at, [rows, heads, n, D]
-    sampled: torch.Tensor  # queries that give mass
+    first: torch.Tensor  # queries that the balance is estimated from, [rows, heads, n, D]
+    sampled: torch.Tensor  # queries sampled for mass
     key: torch.Tensor  # [rows, kv_heads, columns, D]
     value: torch.Tensor
 
 
 class PromptColumns:
-    """Tokens and padding of a prompt; ``real`` bool ``[rows, columns]``, False for padding."""
+    """Token mask of a prompt's columns; ``real`` bool ``[rows, columns]``, False for padding."""
 
     def __init__(self, cache: TieredCache, real: np.ndarray) -> None:
         self.real, self.lengths = real, real.sum(1).tolist()
-        self.looked_at = balance.columns_needed(real)
-        # The columns that are tokens, row after row, and what `triton_mass` needs to know: None without padding.
+        self.balance_columns = balance.columns_needed(real)
+        # Columns that are tokens, row by row, and the arguments of `triton_mass`; None without padding.
         self.tokens: torch.Tensor | None = None
         self.positions: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if not real.all():
@@ -67,34 +67,34 @@ class PromptColumns:
             self.positions = upload(number.astype(np.int32)), upload(column.astype(np.int32)).unsqueeze(1), upload(real)
 
     def in_layers(self, layers: int) -> tuple[torch.Tensor, ...] | None:
-        """``positions`` of so many layers, one after the other."""
+        """``positions`` repeated for ``layers`` layers."""
         if self.positions is None or layers == 1:
             return self.positions
         return tuple(x.repeat(layers, *[1] * (x.dim() - 1)) for x in self.positions)
 
 
 class Prompts:
-    """The prompt of one cache as far as it is not stored."""
+    """The part of a cache's prompt that is not stored yet."""
 
     def __init__(self) -> None:
         self.drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Prompts, ()  # a cache is copied when all is stored
+        return Prompts, ()  # everything is stored before a cache is copied
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._cache: TieredCache | None = None
-        self._waiting: list[Waiting] = []
+        self._waiting: list[QueuedLayer] = []
         self._planned: LayersAppend | None = None
         self._columns: PromptColumns | None = None
-        self._setting: tuple[How, Logits] | None = None
+        self._setting: tuple[PromptSettings, Logits] | None = None
         self._lost: Exception | None = None
-        self._next: tuple[TieredCache, int] | None = None  # the layer that may wait, since all after the first may
+        self._next: tuple[TieredCache, int] | None = None  # the layer that may be deferred next, if all before it were
         self._all_wait = False
 
     def supports(self, cache: TieredCache, layer: int, real: np.ndarray) -> bool:
-        """True if the prompt ``real [rows, columns]``, False for padding, may wait."""
+        """True if the prompt ``real [rows, columns]``, False for padding, may be stored later."""
         columns = self._columns
         if columns is not None and self._next == (cache, layer) and np.array_equal(columns.real, real):
             return True
@@ -110,15 +110,15 @@ class Prompts:
         value: torch.Tensor,
         real: np.ndarray,
         logits: Logits,
-        how: How,
+        settings: PromptSettings,
         guard: Guard | None,
     ) -> None:
-        """Take the prompt of a layer, which `supports` allows; raises what storing an earlier one raises.
+        """Queue the prompt of a layer, which `supports` allows; raises what storing an earlier layer raises.
 
         ``query [rows, heads, columns, D]``, ``key, value [rows, kv_heads, columns, D]``: K and V must not change before
-        they are stored. ``guard`` looks at the layer, too.
+        they are stored. ``guard`` also checks the layer.
         """
-        follows = not self._waiting or (self._waiting[-1].layer == layer - 1 and self._setting == (how, logits))
+        follows = not self._waiting or (self._waiting[-1].layer == layer - 1 and self._setting == (settings, logits))
         if not follows:
             self._plan()
         if self._next != (cache, layer) or self._columns is None:
@@ -126,19 +126,21 @@ class Prompts:
             rest = range(layer, cache.layers)
             self._all_wait = supports(cache, rest, range(len(real)), self._columns.lengths)
         self._next = (cache, layer + 1) if self._all_wait else None
-        self._cache, self._setting = cache, (how, logits)
+        self._cache, self._setting = cache, (settings, logits)
         alone = guard is not None or logits.sinks is not None
         group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes)
-        first = query[:, :, : self._columns.looked_at if how.estimates else 0]
-        sampled = query[:, :, :0] if how.limit is None else sampled_queries(query, -(-real.shape[1] // how.limit))
-        if group > 1:  # all queries would be held
+        first = query[:, :, : self._columns.balance_columns if settings.estimates else 0]
+        sampled = (
+            query[:, :, :0] if settings.limit is None else sampled_queries(query, -(-real.shape[1] // settings.limit))
+        )
+        if group > 1:  # otherwise all queries would be kept alive
             first, sampled = first.clone(), sampled.clone()
-        self._waiting.append(Waiting(layer, *(x.detach() for x in (first, sampled, key, value))))
+        self._waiting.append(QueuedLayer(layer, *(x.detach() for x in (first, sampled, key, value))))
         if len(self._waiting) >= group or layer == cache.layers - 1:
             self._plan(None if guard is None else (guard, query))
 
     def finish(self) -> None:
-        """Store everything. RuntimeError where that failed: tokens are missing until `drop`."""
+        """Store everything; raises RuntimeError if that failed, since tokens are then missing until `drop`."""
         if self._lost is not None:
             raise RuntimeError(
                 "past_key_values: expected a cache with all tokens of its prompt, got one whose prompt could not be"
@@ -168,28 +170,28 @@ class Prompts:
             planned.finish()
 
     def _queue(self, guarded: tuple[Guard, torch.Tensor] | None) -> None:
-        """Queue the plan of all that wait."""
+        """Queue the plan of all waiting layers."""
         group, self._waiting = self._waiting, []
         cache, columns = self._cache, self._columns
         assert cache is not None
         assert columns is not None
         assert self._setting is not None
-        how, logits = self._setting
+        settings, logits = self._setting
         layers, rows = [x.layer for x in group], len(columns.real)
         raw = _stacked([x.key.transpose(1, 2) for x in group])  # [layers, rows, columns, kv_heads, D]
         by_head = raw.flatten(0, 1).transpose(1, 2)
-        if how.estimates:
-            self._balance(cache, _stacked([x.first for x in group]), by_head, columns, how, layers)
+        if settings.estimates:
+            self._balance(cache, _stacked([x.first for x in group]), by_head, columns, settings, layers)
         if guarded is not None:
             guard, query = guarded
             real = torch.from_numpy(columns.real).to(query.device)
             guard.add(layers[0], query, group[0].key, group[0].value, real, logits)
         mass = None
-        if how.limit is not None:
+        if settings.limit is not None:
             sampled, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
             mass = triton_mass(sampled, count, by_head, logits, columns.in_layers(len(group)))
             mass = mass.transpose(1, 2).reshape(len(group), -1, cache.kv_heads)
-        # From here on the rows are ours: a compiled model may write to its own before they are stored.
+        # From here on the rows are copies: a compiled model may overwrite its own before they are stored.
         k = _owned(stored_rows(by_head, cache.dtype), group[0].key)
         if cache.balance is not None:
             power = cache.balance[:rows, layers[0] : layers[-1] + 1].transpose(0, 1).flatten(0, 1)
@@ -208,32 +210,32 @@ class Prompts:
         first: torch.Tensor,
         by_head: torch.Tensor,
         columns: PromptColumns,
-        how: How,
+        settings: PromptSettings,
         layers: list[int],
     ) -> None:
         """Fix the balance of all rows in these layers; ``first [layers, rows, heads, n, D]``."""
-        rows, count = first.shape[1], columns.looked_at
+        rows, count = first.shape[1], columns.balance_columns
         real = torch.ones(1, columns.real.shape[1], dtype=torch.bool, device=first.device).expand(rows, -1)
         if columns.positions is not None:
             real = columns.positions[2]
         assert cache.balance is not None
-        step = len(layers) if first.device.type == "cuda" else max(1, BALANCED // rows)
+        step = len(layers) if first.device.type == "cuda" else max(1, BALANCE_ROWS // rows)
         for begin in range(0, len(layers), step):
             query = first[begin : begin + step].flatten(0, 1)
             key = by_head[begin * rows : (begin + step) * rows, :, :count]
             many = len(query) // rows
-            own, _ = balance.from_prompt(query, key, real.repeat(many, 1), cache.rope, how.turned)
+            own, _ = balance.from_prompt(query, key, real.repeat(many, 1), cache.rope, settings.is_interleaved)
             power = exponents(own).unflatten(0, (many, rows)).transpose(0, 1)
             cache.balance[:rows, layers[begin] : layers[begin] + many] = power
 
 
 def group_of(layers: int, nbytes: int) -> int:
-    """Layers that are planned together, of a model with so many and so many bytes of K and V in each."""
-    return layers if layers * nbytes <= WHOLE else max(1, TOGETHER // nbytes)
+    """Number of layers planned together, for a model with ``layers`` layers of ``nbytes`` bytes of K and V each."""
+    return layers if layers * nbytes <= ALL_LAYERS_BYTES else max(1, GROUP_BYTES // nbytes)
 
 
 def _owned(rows: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """The rows, copied if they are still in the memory of ``given``."""
+    """The rows, copied if they still share memory with ``given``."""
     return (
         rows.contiguous() if rows.data_ptr() != given.data_ptr() else rows.clone(memory_format=torch.contiguous_format)
     )

@@ -10,7 +10,7 @@ import torch
 def frequencies(config: Any, head_dim: int) -> list[float] | None:
     """Radians per position of K's rotated channel pairs in layers of full attention.
 
-    None if the model has no RoPE, or one of an unknown type. A RoPE that depends on the length has its initial value.
+    None if the model has no RoPE, or one of an unknown type. For a RoPE that depends on the length, the initial values.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -19,7 +19,7 @@ def frequencies(config: Any, head_dim: int) -> list[float] | None:
         return None
     kind = "full_attention" if "full_attention" in given else None
     parameters = given[kind] if kind else given
-    if not parameters:  # only layers with a sliding window are turned
+    if not parameters:  # only layers with a sliding window have RoPE
         return None
     name, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     if name in ROPE_INIT_FUNCTIONS:

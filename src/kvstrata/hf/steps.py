@@ -1,12 +1,12 @@
-"""Decode steps of a `StrataCache`, one token of every row: a part of the host, then operators only.
+"""Decode steps of a `StrataCache`, one token in every row: a host part, then operators only.
 
-    begin    the host, before the first layer: room in all layers, settling where it is due; lengths go up
-    decode   the device, layer by layer: ``kvstrata::strata_decode`` writes K and V into that room and attends
+    begin    on the host, before the first layer: room in all layers, settling where it is due; lengths increase
+    decode   on the device, layer by layer: ``kvstrata::strata_decode`` writes K and V into that room and attends
 
-A compiled or captured forward holds the operator. Pages come and go, so they are no arguments of it: it finds the cache
-whose forward is running in this thread (`Steps.forward`), and declares that it mutates ``state``, which stands for all
-that the cache holds. Code that was compiled for one cache therefore serves the next. Eager forwards call `decode`
-itself, so their tokens are the same.
+Compiled and captured forwards contain the operator. Pages are allocated and freed, so they are not its arguments: it
+looks up the cache whose forward is running in this thread (`Steps.forward`), and declares that it mutates ``state``,
+which represents the whole cache. Code compiled for one cache therefore also serves the next one. Eager forwards call
+`decode` directly, so their tokens are the same.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvstrata.cache import TieredCache
 
 from .logits import Logits
 
-OBSERVED = 2  # layers of a step, in turns, whose attention mass becomes importance
+OBSERVED = 2  # layers per step, in rotation, whose attention mass is added to importance
 LARGEST = torch.finfo(torch.float16).max
-COMPILED = 1 << 14  # from so many numbers on a compiled loop converts them
+COMPILED = 1 << 14  # minimum size for which a compiled loop converts values
 
-_running = threading.local()  # .steps of the forward that this thread is in
+_running = threading.local()  # .steps of the forward that is running in this thread
 
 
 @lru_cache(maxsize=8)
@@ -54,7 +54,7 @@ def _halves(device: str) -> ModuleType | None:
 
 
 class Steps:
-    """The decode steps of one cache. Copies and pickles begin anew."""
+    """Decode steps of one cache. Copies and pickles start without a plan."""
 
     def __init__(self) -> None:
         self.forget()
@@ -63,14 +63,14 @@ class Steps:
         return Steps, ()
 
     def forget(self) -> None:
-        """Forget the cache; the next step makes a plan for the one that it is given."""
+        """Forget the cache; the next step creates a plan for the one it is given."""
         self.tiered: TieredCache | None = None
         self.plan: kvstrata.DecodePlan | None = None
         self.layers: dict[int, Any] = {}  # on the CPU: compiled steps of the plan's layers
         self.state: torch.Tensor | None = None
         self.mask: torch.Tensor | None = None  # bool [rows, columns or more]: padding so far, True beyond
-        self.is_open = False  # room was made, and not all layers are written
-        self.ahead = False  # the forward that is running holds operators only
+        self.is_open = False  # room was made, but not all layers are written yet
+        self.ahead = False  # the running forward contains operators only
 
     def begin(self, tiered: TieredCache) -> None:
         """Make room for one token of every row in all layers; raises what `TieredCache.advance` raises."""
@@ -82,7 +82,7 @@ class Steps:
         self.is_open = True
 
     def has_plan(self, plan: kvstrata.DecodePlan | None) -> bool:
-        """True if the next step reads by ``plan``."""
+        """True if the next step uses ``plan``."""
         return plan is not None and plan is self.plan and plan.cache is self.tiered and self._serves(plan)
 
     def _serves(self, plan: kvstrata.DecodePlan) -> bool:
@@ -90,7 +90,7 @@ class Steps:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward after `begin`: its layers look at no lengths and no masks, and call the operator."""
+        """Context of a forward after `begin`: its layers read no lengths or masks, and call the operator."""
         before = getattr(_running, "steps", None)
         _running.steps, self.ahead = self, True
         try:
@@ -125,13 +125,13 @@ class Steps:
 
 
 def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` of a cache in ``dtype``."""
+    """``[rows, kv_heads, n, D]`` of the model as ``[rows, n, kv_heads, D]`` in the cache's ``dtype``."""
     is_long = dtype == torch.float16 and x.dtype == torch.float32 and x.numel() >= COMPILED
     if is_long and (loops := _halves(x.device.type)) is not None:
         return loops.to_half(x.transpose(1, 2))
     rows = x.transpose(1, 2).to(dtype)
     if dtype == torch.float16 and x.dtype != dtype:
-        rows.clamp_(-LARGEST, LARGEST)  # what overflowed; in place, since a prompt is large
+        rows.clamp_(-LARGEST, LARGEST)  # values that overflowed; in place, since a prompt is large
     return rows
 
 
@@ -139,7 +139,7 @@ _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "strata_decode(Tensor query, Tensor key, Tensor value, Tensor(a!) state, int layer, float scale,"
     " float? softcap, Tensor? sinks) -> Tensor",
-    # CUDA graphs of others would repeat the device's part without the host's.
+    # CUDA graphs captured by others would replay the device part without the host part.
     tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
 )
 
@@ -165,17 +165,17 @@ def _fake(query: Any, key: Any, value: Any, state: Any, layer: int, scale: float
 def strata_decode(
     steps: Steps, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits
 ) -> torch.Tensor:
-    """Attention output ``[rows, 1, heads, D]`` of one token of every row, which is stored first.
+    """Store one token of every row, and return its attention output ``[rows, 1, heads, D]``.
 
     Args:
-        steps: those of the cache, in `Steps.forward`. The cache is mutated.
+        steps: the cache's steps, inside `Steps.forward`. The cache is mutated.
         layer: its index in the TieredCache; layers come in order.
         query: ``[rows, heads, 1, D]``.
         key, value: ``[rows, kv_heads, 1, D]``.
         logits: how scores become logits.
 
     Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager step. Raises RuntimeError
-    where no room was made.
+    if no room was made.
     """
     return torch.ops.kvstrata.strata_decode(
         query, key, value, steps.state, layer, logits.scale, logits.softcap, logits.sinks

@@ -49,15 +49,15 @@ def check(config: Any, attention: str) -> None:
 
 
 def size(config: Any, name: str) -> Any:
-    """A number of a text config; None where it has none, `VARIES` where layers have different ones."""
+    """A size from a text config; None if it is absent, `VARIES` if layers have different ones."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # heterogeneous configs refuse to name one
+    except RuntimeError:  # heterogeneous configs raise
         return VARIES
 
 
 def slides(config: Any, place: int, layer: Any) -> bool:
-    """True if a layer of a DynamicCache belongs to attention with a sliding window, and to nothing else."""
+    """True if a layer of a DynamicCache only serves attention with a sliding window."""
     types = getattr(config, "layer_types", None)
     if types is None:
         is_sliding = getattr(config, "attention_chunk_size", None) is None
@@ -102,7 +102,7 @@ def warn_if_useless(cache: Any) -> None:
 
 
 def sizes(text: Any) -> tuple[int | None, int | None, int | None]:
-    """Query heads, KV heads and head_dim as a config has them, head_dim None where `misfit` would refuse it."""
+    """Query heads, KV heads and head_dim from a config; head_dim is None if `misfit` would refuse it."""
     heads = size(text, "num_attention_heads")
     dim = size(text, "head_dim") or (heads and getattr(text, "hidden_size", 0) // heads)
     fits = type(dim) is int and dim % 16 == 0 and 32 <= dim <= 256
@@ -160,7 +160,7 @@ def _refused(function: ast.FunctionDef, attention: str) -> str | None:
     last = max(update.lineno for update in updates)
     for node in nodes:
         if isinstance(node, ast.Assign) and "attention_mask" in _computed(node):
-            return "makes a mask of its own in each layer"
+            return "makes its own mask in each layer"
         if getattr(node, "lineno", 0) > last and (reason := _refused_use(node, names)):
             return reason
     return None
@@ -197,8 +197,8 @@ def _refused_use(node: ast.AST, names: set[str]) -> str | None:
     """Reason why a use of K or V after `update` cannot be compressed, or None."""
     if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) in names:
         return f"reads {ast.unparse(node)} after the cache"
-    if isinstance(node, ast.Assign) and (again := _computed(node) & names):
-        return f"computes {', '.join(sorted(again))} anew after the cache"
+    if isinstance(node, ast.Assign) and (changed := _computed(node) & names):
+        return f"computes {', '.join(sorted(changed))} again after the cache"
     return None
 
 

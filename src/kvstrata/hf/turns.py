@@ -1,10 +1,10 @@
-"""A later prompt on a GPU: attention to earlier tokens where they lie packed and to the new rows, and its mass.
+"""A later prompt on a GPU: attention over packed earlier tokens and the new rows, and its attention mass.
 
     new rows ──prefill_attention──▶ out, lse ─┬▶ out, lse ──▶ mass of sampled queries: new rows, then
     pages    ──unpack a chunk─────────────────┘               K of the pages, a chunk at a time
 
-No more than a chunk of earlier tokens is unpacked at a time (`prefill_attention_cached`), and rows may have any length
-and any padding. Mass takes the log-sum-exp of that attention, so K is unpacked once more, but read only once.
+At most one chunk of earlier tokens is unpacked at a time (`prefill_attention_cached`), and rows may have any length and
+any padding. Mass uses the log-sum-exp of that attention, so K is unpacked a second time, but read only once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvstrata.attention.ahead import rehearsal, uses_mass
+from kvstrata.attention.cache_warmup import trial_run, uses_mass
 from kvstrata.attention.decode.op import source_of
 from kvstrata.attention.output import AttentionOutput
 from kvstrata.attention.prefill_cached.job import CachedJob
@@ -38,11 +38,11 @@ class Columns(NamedTuple):
     """New columns of a prompt, on the host."""
 
     tokens: np.ndarray  # bool [rows, n], False for padding
-    position: np.ndarray  # [rows, n]; of padding that of the token before it
+    position: np.ndarray  # [rows, n]; padding has the position of the token before it
 
 
 def supports(query: torch.Tensor, cache: TieredCache) -> bool:
-    """True if `attend` serves ``query [rows, heads, n, D]`` over this cache."""
+    """True if `attend` supports ``query [rows, heads, n, D]`` over this cache."""
     return prefill.supports(query) and query.dtype == cache.dtype
 
 
@@ -51,8 +51,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention output ``[rows, n, heads, D]``, and mass ``[rows, kv_heads, the longest row after it]``.
 
-    The cache holds what is before the new columns, and is not changed. Mass is that of up to ``limit`` sampled queries,
-    as in `prompt_mass`; None without a limit.
+    The cache holds the tokens before the new columns, and is not changed. Mass is that of up to ``limit`` sampled
+    queries, as in `prompt_mass`; None without a limit.
     """
     batch, heads, new, dim = rows.query.shape
     q, k, v = (x.transpose(1, 2) for x in rows)
@@ -75,12 +75,12 @@ def attend(
 
 
 def load_kernels(cache: TieredCache, heads: int) -> None:
-    """Compile and load what `attend` of so many query heads needs over such a cache, in prompts without padding."""
+    """Compile and load the kernels that `attend` with ``heads`` query heads needs over a cache, without padding."""
     query = torch.zeros(1, 64, heads, cache.head_dim, dtype=cache.dtype, device=cache.device).transpose(1, 2)
     if supports(query, cache):
-        twin, key = rehearsal(cache), query[:, : cache.kv_heads]
-        columns = Columns(np.ones((1, 64), bool), twin.length(0) + np.arange(64)[None])
-        attend(Rows(query, key, key), Logits(1.0), twin, 0, columns, 64 if uses_mass(cache) else None)
+        trial, key = trial_run(cache), query[:, : cache.kv_heads]
+        columns = Columns(np.ones((1, 64), bool), trial.length(0) + np.arange(64)[None])
+        attend(Rows(query, key, key), Logits(1.0), trial, 0, columns, 64 if uses_mass(cache) else None)
 
 
 def _mass(
@@ -95,8 +95,8 @@ def _mass(
     (batch, _, new, _), kv_heads = rows.query.shape, cache.kv_heads
     stride = -(-new // limit)
     chosen = slice((new - 1) % stride, None, stride)
-    asking = columns.tokens[:, chosen]
-    weight = asking * (columns.tokens.sum(1, keepdims=True) / asking.sum(1, keepdims=True).clip(1))
+    is_token = columns.tokens[:, chosen]
+    weight = is_token * (columns.tokens.sum(1, keepdims=True) / is_token.sum(1, keepdims=True).clip(1))
     upload = cache.pool.to_device
     weights, own = upload(weight.astype(np.float32)), upload(columns.position[:, chosen].astype(np.int32))
     new_position = upload(np.where(columns.tokens, columns.position, -1).astype(np.int32)).unsqueeze(1)

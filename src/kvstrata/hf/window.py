@@ -4,9 +4,9 @@
                            gone     | packed pages, slot = position mod ring | tail, 16 bit     |
 
 Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. All
-rows have the same number C of tail columns, aligned at the right; a row that is shorter has padding at their left. A
-decode step attends to both parts and merges them by log-sum-exp; everything else unpacks the window and attends by the
-model's own function, under the model's own mask.
+rows have the same number C of tail columns, right-aligned; shorter rows have padding on the left. A decode step attends
+to both parts and merges them by log-sum-exp; everything else unpacks the window and attends with the model's own
+function and mask.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .logits import Logits
 from .rope import frequencies
 
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
-LEAST = 256  # windows below are left to transformers: the tail would be a large part of them
-MARGIN = 32  # tokens behind the window that are kept, for `crop`
+LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
+MARGIN = 32  # tokens before the window that are kept, for `crop`
 LARGEST = torch.finfo(torch.float16).max
 
 
@@ -46,14 +46,14 @@ class Owner(Protocol):
 
 
 def choose_format(fraction: float, head_dim: int, page_tokens: int) -> Format | None:
-    """The widest format that takes at most a fraction of 16 bit; None if there is none."""
+    """The widest format that takes at most ``fraction`` of 16 bit; None if there is none."""
     formats = (Format.parse(name, head_dim, page_tokens) for name in LADDER)
     return next((f for f in formats if f.bytes_per_token <= fraction * 4 * head_dim), None)
 
 
 @lru_cache(maxsize=16)
 def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """Block table ``[rows, 2 * blocks]`` of rings of so many blocks, the same for all layers and steps."""
+    """Block table ``[rows, 2 * blocks]`` of rings of ``blocks`` blocks, the same for all layers and steps."""
     with torch.inference_mode(False):
         block = torch.arange(2 * blocks, device=device) % blocks
         return (torch.arange(rows, device=device).unsqueeze(1) * blocks + block).int()
@@ -64,13 +64,13 @@ class WindowLayer(CacheLayerMixin):
 
     is_sliding = True
     is_compileable = False
-    is_croppable = False  # crop removes tokens but does not restore what was packed
+    is_croppable = False  # crop removes tokens but does not restore 16-bit values of packed ones
 
-    format: Format  # from the first token on, as the tensors
+    format: Format  # set with the first token, like the tensors
     pages: torch.Tensor  # uint8 [rows * ring_blocks, kv_heads, page_bytes]
     tail_k: torch.Tensor  # [rows, kv_heads, C, D]
     tail_v: torch.Tensor
-    balance: torch.Tensor | None  # float32 [kv_heads, D], of the model's weights
+    balance: torch.Tensor | None  # float32 [kv_heads, D], from the model's weights
 
     def __init__(self, owner: Owner, place: int, sliding_window: int, fraction: float, recent_tokens: int) -> None:
         super().__init__()
@@ -78,17 +78,17 @@ class WindowLayer(CacheLayerMixin):
         self.recent_tokens = min(recent_tokens, sliding_window // 8)
         self.page_tokens = 64 if sliding_window >= 1024 else 16
         self.ring_blocks = -(-(sliding_window - self.recent_tokens + MARGIN) // self.page_tokens) + 1
-        self.again: attention.Again | None = None
+        self.attend_shared: attention.AttendShared | None = None
         self.reset()
 
     def plain(self) -> DynamicSlidingWindowLayer:
-        """transformers' own layer, to be put in the place of this one."""
+        """transformers' own layer, to replace this one."""
         return DynamicSlidingWindowLayer(self.sliding_window)
 
     def reset(self) -> None:
         self.columns, self.is_initialized = 0, False
         self.lengths: list[int] = []  # tokens of each row
-        self.packed_to: list[int] = []  # position behind the last one that was ever packed
+        self.packed_to: list[int] = []  # position after the last one that was ever packed
         self.ended: list[bool] = []  # rows whose last column is padding
         self.pages = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
         self.balance = None
@@ -99,14 +99,14 @@ class WindowLayer(CacheLayerMixin):
         self.dtype, self.device = dtype, key_states.device
         self.format = self._format(dim)
         size = (rows * self.ring_blocks, heads, self.format.page_bytes)
-        with torch.inference_mode(False):  # steps in another mode write to it
+        with torch.inference_mode(False):  # steps outside inference mode write to it
             self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.tail_k, self.tail_v = torch.zeros(2, rows, heads, 0, dim, dtype=dtype, device=self.device)
         self.lengths, self.packed_to, self.ended = [0] * rows, [0] * rows, [False] * rows
         self.is_initialized = True
 
     def _format(self, head_dim: int) -> Format:
-        """Format of the pages; ValueError if the budget has none."""
+        """Format of the pages; raises ValueError if none fits the budget."""
         form = choose_format(self.fraction, head_dim, self.page_tokens)
         if form is None:
             raise ValueError(f"budget: expected more than {LADDER[-1]} of {head_dim} values takes, got {self.fraction}")
@@ -120,9 +120,9 @@ class WindowLayer(CacheLayerMixin):
             return f"a budget of {self.fraction}, less than {LADDER[-1]} of {key.shape[-1]} values takes"
         return None
 
-    @torch.compiler.disable  # a compiled model steps out of its graph for the cache
+    @torch.compiler.disable  # graph break: the cache runs eagerly
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the new rows for `attend`; a layer whose shape does not fit is replaced by a plain one here."""
+        """Wrap the new rows for `attend`; a layer whose shape cannot be packed is replaced by a plain one here."""
         attention.connect(self.owner)
         if not self.is_initialized:
             if reason := self.misfit(key_states, value_states):
@@ -133,7 +133,7 @@ class WindowLayer(CacheLayerMixin):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]``; stores K and V."""
-        query, key, value, mask, positions, under, logits, module = call
+        query, key, value, mask, positions, model_attention, logits, module = call
         rows, queries = len(query), query.shape[2]
         if rows != len(self.lengths):
             raise ValueError(f"past_key_values: expected {len(self.lengths)} rows as before, got {rows}")
@@ -146,7 +146,7 @@ class WindowLayer(CacheLayerMixin):
         if queries == 1 and self.columns and real is None:
             self._append(key, value, None)
             if self.owner.shares:
-                self.again = lambda query, mask, under, logits: self._decode(query, logits)
+                self.attend_shared = lambda query, mask, model_attention, logits: self._decode(query, logits)
             return self._decode(query, logits)
         if queries > 1 and positions is not None and positions.dim() == 2:
             masks.check_positions(positions.to(query.device), real)
@@ -156,8 +156,10 @@ class WindowLayer(CacheLayerMixin):
             past_k, past_v = self._past(before, key.dtype)
             keys, values = torch.cat([past_k, key], 2), torch.cat([past_v, value], 2)
         if self.owner.shares:
-            self.again = lambda query, mask, under, logits: self._prompt(query, keys, values, mask, under)
-        out = self._prompt(query, keys, values, mask, under)
+            self.attend_shared = lambda query, mask, model_attention, logits: self._prompt(
+                query, keys, values, mask, model_attention
+            )
+        out = self._prompt(query, keys, values, mask, model_attention)
         self._append(key, value, real)
         return out
 
@@ -165,12 +167,12 @@ class WindowLayer(CacheLayerMixin):
     def calibration(self) -> LayerCalibration | None:
         return None if self.balance is None else LayerCalibration(self.balance)
 
-    # Columns are tokens or padding
+    # Tokens and padding
 
     def _tokens_among(self, mask: torch.Tensor | None, rows: int, queries: int) -> torch.Tensor | None:
-        """Mask of the tokens among the new columns, bool ``[rows, queries]``, None without padding.
+        """Token mask of the new columns, bool ``[rows, queries]``, None without padding.
 
-        Raises NotImplementedError for other masks, and for a row that goes on after padding: windows count columns.
+        Raises NotImplementedError for other masks, and for a row that continues after padding: windows count columns.
         """
         real = None
         if mask is not None:
@@ -201,7 +203,7 @@ class WindowLayer(CacheLayerMixin):
     # Reading
 
     def _decode(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
-        """One query of every row, whose token is stored: packed pages and the tail, merged by log-sum-exp."""
+        """Attention of one query in every row, whose token is stored: packed pages and tail, merged by log-sum-exp."""
         rows, heads, width = *query.shape[:2], self.tail_k.shape[2]
         q = query[:, :, 0].to(self.dtype)
         out, lse = self._attend_tail(q, logits)
@@ -236,13 +238,13 @@ class WindowLayer(CacheLayerMixin):
         return out.reshape(rows, -1, dim), lse.reshape(rows, -1)
 
     def _packed_lens(self) -> torch.Tensor:
-        """Packed tokens of each row, int32, less a multiple of the ring, so that two turns of it are table enough."""
+        """Packed tokens of each row, int32, modulo the ring, so that a table of two turns of the ring suffices."""
         ring, width = self.ring_blocks * self.page_tokens, self.tail_k.shape[2]
         counts = [max(n - width, 0) for n in self.lengths]
         return self._numbers([n if n < ring else ring + n % ring for n in counts], torch.int32)
 
     def _numbers(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A few numbers on the device; the host does not wait for it."""
+        """Copy a few numbers to the device without waiting for it."""
         return torch.tensor(values, dtype=dtype, device="cpu").to(self.device, non_blocking=True)
 
     def _table(self, rows: int) -> torch.Tensor:
@@ -250,7 +252,7 @@ class WindowLayer(CacheLayerMixin):
         return _ring_table(rows, self.ring_blocks, self.device)
 
     def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, aligned at the right; zero before them."""
+        """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, right-aligned; zero before them."""
         rows, width = len(self.lengths), self.tail_k.shape[2]
         tails = [x[:, :, max(width - count, 0) :].to(dtype) for x in (self.tail_k, self.tail_v)]
         if count <= width:
@@ -275,23 +277,23 @@ class WindowLayer(CacheLayerMixin):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        under: attention.Under,
+        model_attention: attention.ModelAttention,
     ) -> torch.Tensor:
-        """The model's own attention to K and V of the window and the new rows, in chunks of queries under a mask."""
+        """The model's own attention over K and V of the window and the new rows, in chunks of queries with a mask."""
         before = key.shape[2] - query.shape[2]
         if mask is None:
-            return under(query, key, value, None)
+            return model_attention(query, key, value, None)
         parts = []
         for new in masks.chunks(query.shape[2]):
             seen = slice(max(before + new.start - self.sliding_window + 1, 0), before + new.stop)
-            parts.append(under(query[:, :, new], key[:, :, seen], value[:, :, seen], mask[:, :, new, seen]))
+            parts.append(model_attention(query[:, :, new], key[:, :, seen], value[:, :, seen], mask[:, :, new, seen]))
         return torch.cat(parts, 1)
 
     # Writing
 
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Add the new rows to the tail, padding left out, and pack what is older than the tail keeps."""
-        new = [key.detach(), value.detach()]  # a tail must not keep the graphs of all forwards
+        """Append the new rows, without padding, to the tail, and pack tokens older than the tail keeps."""
+        new = [key.detach(), value.detach()]  # detached: the tail must not keep autograd graphs alive
         if self.dtype == torch.float16 != key.dtype:
             new = [x.clamp(-LARGEST, LARGEST) for x in new]
         self.columns += key.shape[2]
@@ -325,7 +327,7 @@ class WindowLayer(CacheLayerMixin):
     # Files
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers of this layer in a file, beside its tensors."""
+        """Numbers of this layer in a file, in addition to its tensors."""
         own = {name: getattr(self, name) for name in ("columns", "lengths", "packed_to", "ended")}
         return own | {"window": self.sliding_window, "dtype": str(self.dtype) if self.is_initialized else None}
 
@@ -335,7 +337,7 @@ class WindowLayer(CacheLayerMixin):
         return {name: x for name, x in own.items() if x is not None and self.is_initialized}
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Take what `numbers` and `tensors` gave; raises KeyError or ValueError for anything else."""
+        """Restore a layer from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
         for name in ("columns", "lengths", "packed_to", "ended"):
             setattr(self, name, numbers[name])
         if numbers["dtype"] is None:
@@ -348,13 +350,13 @@ class WindowLayer(CacheLayerMixin):
         if tensors["pages"].shape != shape or tail.shape != tensors["tail_v"].shape or len(self.lengths) != rows:
             raise ValueError(f"window: expected pages {shape}, got {tuple(tensors['pages'].shape)}")
         for name in ("pages", "tail_k", "tail_v"):
-            setattr(self, name, tensors[name].clone())  # of a file, tensors need not be aligned
+            setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
         self.balance, self.is_initialized = tensors.get("balance"), True
 
     # Interface of transformers' cache layers
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns; RuntimeError if the window would reach what is gone."""
+        """Remove the last ``-tokens_to_remove`` columns; RuntimeError if the window would reach overwritten tokens."""
         count = -tokens_to_remove
         if count <= 0 or not self.is_initialized:
             return

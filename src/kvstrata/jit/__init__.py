@@ -1,4 +1,4 @@
-"""``.cu`` source to callable: key, build, cache, load, launch."""
+"""From ``.cu`` source to callable: key, build, cache, load, launch."""
 
 from __future__ import annotations
 

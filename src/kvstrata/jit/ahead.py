@@ -1,7 +1,7 @@
-"""Kernels compiled before they are needed: several at once, with a line that says so.
+"""Compiles kernels ahead of need: several at once, with a progress line.
 
-NVRTC releases Python's lock, so threads compile in parallel, and what the cubin cache has is only loaded. Each op lists
-the kernels that it launches in a function `kernels_needed` beside the launch.
+NVRTC releases Python's lock, so threads compile in parallel, and kernels in the cubin cache are only loaded. Each op
+lists the kernels that it launches in a function `kernels_needed` next to the launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Named = tuple[Path, str]  # source and entry of a kernel
 def compile_ahead(
     kernels: Iterable[Named], arch: str, *, jobs: int | None = None, progress: bool | None = None
 ) -> list[Named]:
-    """Compile those of ``kernels`` that the cubin cache does not have; returns them. Needs no GPU.
+    """Compile those of ``kernels`` that are not in the cubin cache; returns them. Needs no GPU.
 
     ``jobs``: threads, None for one per core. ``progress``: a line on stderr; None writes it to a terminal only. Raises
     CompileError for the first kernel that does not compile.
@@ -62,7 +62,7 @@ _loaded: set[tuple[Named, int]] = set()
 
 
 def load_ahead(kernels: Iterable[Named], device: torch.device, progress: bool | None = None) -> list[Named]:
-    """Compile kernels and load them onto a CUDA device; returns those compiled. Loaded ones take no time again."""
+    """Compile kernels and load them onto a CUDA device; returns those compiled. Loading again is free."""
     index = torch.cuda.current_device() if device.index is None else device.index
     wanted = [one for one in dict.fromkeys(kernels) if (one, index) not in _loaded]
     if not wanted:

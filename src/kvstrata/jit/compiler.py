@@ -1,4 +1,4 @@
-"""CUDA C++ source to cubin: NVRTC through cuda-core, kept on disk.
+"""CUDA C++ source to cubin: NVRTC through cuda-core, cached on disk.
 
 A kernel is one template instantiation, named by its C++ expression. The cache key covers the source, every header
 under ``include/``, the options, the architecture and the compiler's version, so an entry never has to be
@@ -131,7 +131,7 @@ def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin,
     try:
         cache = FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES)
     except OSError as error:
-        warnings.warn(f"cubins are not kept: {error}; name another folder in KVSTRATA_CACHE", stacklevel=3)
+        warnings.warn(f"cubins are not cached: {error}; name another folder in KVSTRATA_CACHE", stacklevel=3)
         cubin, log = _run_nvrtc(source, entry, arch, True)
         return cubin, _usage(log)
     with cache:

@@ -1,8 +1,8 @@
 """A compiled kernel on the GPU, and a launch that is prepared once.
 
-``Kernel.launch`` takes anything ``cuda.core.launch`` takes. ``Launch`` is for the hot path: the kernel's one
-parameter is a struct whose bytes stay in place, the caller rewrites the fields that changed and launches; what
-remains is the driver call.
+``Kernel.launch`` takes anything that ``cuda.core.launch`` takes. ``Launch`` is for the hot path: the kernel's only
+parameter is a struct whose bytes stay in place, the caller rewrites the fields that changed and launches; only the
+driver call remains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def current_stream(device: int) -> int:
 
 
 def current_device() -> int:
-    """Number of torch's current device, where CUDA has been initialised."""
+    """Index of torch's current device, if CUDA has been initialised."""
     return torch._C._cuda_getDevice()
 
 
@@ -45,17 +45,17 @@ def is_capturing() -> bool:
 
 
 def capture_id(stream: int) -> int:
-    """Number of the graph capture that a capturing stream is part of; no two captures have the same."""
+    """Id of the graph capture that a capturing stream is part of; unique."""
     from cuda.bindings import driver
 
     error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     if int(error):
-        raise RuntimeError(f"stream: the driver answered {error.name} when asked for its capture")
+        raise RuntimeError(f"stream: the driver returned {error.name} for its capture")
     return int(number)
 
 
 class Kernel:
-    """One kernel, loaded; usable in every context of its architecture."""
+    """One loaded kernel; usable in every context of its architecture."""
 
     def __init__(self, source: Path, entry: str, arch: str) -> None:
         from cuda.core import ObjectCode
@@ -64,7 +64,7 @@ class Kernel:
         self.entry = entry
         self._code = ObjectCode.from_cubin(cubin.code, name=source.name)
         self.core = self._code.get_kernel(cubin.symbol)
-        self.opted: dict[int, int] = {}  # bytes of dynamic shared memory that launches may ask for, by device
+        self.opted: dict[int, int] = {}  # bytes of dynamic shared memory that launches may request, by device
 
     @functools.cached_property
     def driver(self) -> Any:
@@ -74,19 +74,19 @@ class Kernel:
 
     @functools.cached_property
     def function(self) -> Any:
-        """The kernel as the driver's launches take it."""
+        """The kernel in the form that driver launches take."""
         return self.driver.CUfunction(int(self.core.handle))
 
     @functools.cached_property
     def static_shared(self) -> int:
-        """Bytes of shared memory that the kernel declares itself, beside what a launch asks for."""
+        """Bytes of shared memory that the kernel declares itself, in addition to what a launch requests."""
         from cuda.bindings import driver
 
         size = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         kernel, device = driver.CUkernel(int(self.core.handle)), driver.CUdevice(torch.cuda.current_device())
         error, number = driver.cuKernelGetAttribute(size, kernel, device)
         if int(error):
-            raise RuntimeError(f"{self.entry}: the driver answered {error.name} when asked for its shared memory")
+            raise RuntimeError(f"{self.entry}: the driver returned {error.name} for its shared memory")
         return int(number)
 
     def resident(self, block: int, shared: int = 0) -> int:
@@ -103,21 +103,21 @@ class Kernel:
 
 @functools.cache
 def _launch_kernel() -> Any:
-    """``cuLaunchKernelEx``. Its arguments are given as ctypes objects, so that none is converted."""
+    """``cuLaunchKernelEx``. Its arguments are ctypes objects, so that none is converted."""
     from cuda.bindings import driver
 
     legacy = driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM  # torch's stream 0
     error, address, *_ = driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, int(legacy))
     if int(error) or not address:
-        raise RuntimeError(f"cuLaunchKernelEx: the driver answered {error.name} when asked for it")
+        raise RuntimeError(f"cuLaunchKernelEx: the driver returned {error.name} for its address")
     return ctypes.CFUNCTYPE(ctypes.c_int)(int(address))
 
 
 class Launch:
-    """A kernel with its parameter struct and launch shape, ready to go. Not for use by two threads at once.
+    """A kernel with its parameter struct and launch shape, ready to launch. Not for use by two threads at once.
 
     ``params`` are copied, unless they are a bytearray: launches with the same struct may share one that is rewritten.
-    ``overlap``: programmatic stream serialization, the kernel may start before the one before it has ended.
+    ``overlap``: programmatic stream serialization, the kernel may start before the previous one has ended.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Launch:
         self._start: Any = None  # the driver call, on that stream
 
     def _opt_in(self, driver: Any, shared: int) -> None:
-        """Let launches of the kernel ask for so much shared memory, or for as much as another one already does."""
+        """Allow launches of the kernel to request this much shared memory, or more if another launch already does."""
         kernel, number = self._kernel, torch.cuda.current_device()
         if shared <= kernel.opted.get(number, 0):
             return
@@ -176,7 +176,7 @@ class Launch:
 
 
 def _config(driver: Any, x: int, y: int, block: int, shared: int, overlap: bool) -> Any:
-    """Launch configuration as the driver takes it."""
+    """Launch configuration in the form that the driver takes."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -196,7 +196,7 @@ def _resident(kernel: Kernel, block: int, shared: int, device: int) -> int:
     function = driver.CUfunction(int(kernel.core.handle))
     error, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared)
     if int(error):
-        raise RuntimeError(f"{kernel.entry}: the driver answered {error.name} when asked how many blocks fit")
+        raise RuntimeError(f"{kernel.entry}: the driver returned {error.name} for its occupancy")
     return blocks * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -212,7 +212,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def use_device(device: int) -> AbstractContextManager[None]:
-    """Make a device torch's current one, with its context; nothing to do if it is and was used in this thread."""
+    """Make a device torch's current one, with its context; does nothing if it is and was used in this thread."""
     if getattr(_BOUND, "device", None) == device == torch.cuda.current_device():
         return _NOTHING
     return _switch(device)

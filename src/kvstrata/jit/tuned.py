@@ -1,10 +1,10 @@
-"""Tuned configurations, read at run time: that of the nearest measured shape on this GPU.
+"""Tuned configurations, read at run time: the one of the nearest measured shape on this GPU.
 
     kvstrata/jit/tables/<gpu>.json         shipped; without one, kernels use their built-in defaults
     $KVSTRATA_CACHE/tables/<gpu>.json      the user's own; its ops replace those of the shipped table
 
-A shape is a few numbers and words. The distance of two shapes is the sum of |log2(a / b)| over the numbers (1 is a
-factor of two in one of them), and infinite if a word differs. Entries farther away than `FARTHEST` are not used.
+A shape is a few numbers and strings. The distance of two shapes is the sum of |log2(a / b)| over the numbers (1 is a
+factor of two in one of them), and infinite if a string differs. Entries farther away than `FARTHEST` are not used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from .compiler import cache_folder
 
-SCHEMA = 2  # 1 had groups, unit and units for kv_warps, vector and head_caches
+SCHEMA = 2  # version 1 had groups, unit and units for kv_warps, vector and head_caches
 FARTHEST = 2.0
 SHIPPED = Path(__file__).parent / "tables"
 
 Value = int | str
-Choice = dict[str, Any]  # the values of the parameters that were tuned
+Choice = dict[str, Any]  # values of the tuned parameters
 Entry = dict[str, Any]  # "case", "shape", "choice" (None: the kernel's own), "top" (choices, best first)
 
 
@@ -40,7 +40,7 @@ def user_folder() -> Path:
 
 
 def distance(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
-    """Distance of two shapes; infinite if their words or keys differ."""
+    """Distance of two shapes; infinite if their strings or keys differ."""
     if a.keys() != b.keys():
         return math.inf
     total = 0.0
@@ -78,7 +78,7 @@ def table(gpu: str) -> dict[str, list[Entry]]:
         except OSError:
             continue
         except ValueError as error:
-            warnings.warn(f"{error}; it is ignored", stacklevel=2)
+            warnings.warn(f"{error}; the table is ignored", stacklevel=2)
     return entries
 
 
@@ -90,7 +90,7 @@ def nearest(op: str, gpu: str, shape: Mapping[str, Value]) -> Entry | None:
 
 
 def lookup(op: str, gpu_name: str, shape: Mapping[str, Value]) -> Choice | None:
-    """Tuned choice for a shape on a GPU; None if nothing near was measured or the kernel's default won."""
+    """Tuned choice for a shape on a GPU; None if nothing near was measured or the kernel's default was best."""
     return _lookup(op, gpu_name, tuple(shape.items()))
 
 

@@ -1,4 +1,4 @@
-"""Memory of an engine as blocks of packed pages: what `store_packed`, `decode_packed` and their kin address.
+"""Memory of an engine as blocks of packed pages, as the packed ops address it.
 
 pages      uint8 [num_blocks, kv_heads, pages_per_block * page_bytes], any strides that are multiples of 16 bytes
 block      pages_per_block * page_tokens tokens of all KV heads; the pages of one head are contiguous

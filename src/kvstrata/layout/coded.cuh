@@ -5,7 +5,7 @@
 
 using u64 = unsigned long long;
 
-// A token that comes as codes of another tier: tier, address of the page and slot in one number. Pages begin at multiples
+// A token given as codes of another tier: tier, address of the page and slot in one number. Pages begin at multiples
 // of kUnitBytes, which leaves the low bits for the slot.
 constexpr i64 kCoded = 1ll << 62;
 constexpr int kTierShift = 56;

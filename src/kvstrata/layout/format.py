@@ -14,8 +14,8 @@ from . import scales
 from .fragments import BITS, check_head_dim, check_page_tokens, code_bytes
 
 PLAIN_BITS = (16, 32)
-UNIT = 64  # bytes: pages begin at a multiple, and page handles count in it
-MAX_TIERS = 8  # formats in one cache
+UNIT = 64  # bytes: pages begin at a multiple of it, and page handles count in it
+MAX_TIERS = 8  # maximum number of formats in one cache
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Format:
     def parse(
         cls, name: str, head_dim: int, page_tokens: int = 64, *, rotate: bool = True, centre: bool = True
     ) -> Format:
-        """Make the format of a name such as ``K4V2``; raises ValueError for any other form."""
+        """Format of a name such as ``K4V2``; raises ValueError for any other form."""
         match = re.fullmatch(r"K(\d+)V(\d+)", name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"name: expected K<bits>V<bits> such as 'K4V2', got {name!r}")
@@ -87,17 +87,17 @@ class Format:
 
     @cached_property
     def k_bytes(self) -> int:
-        """K codes (or rows) of a page, from byte 0."""
+        """Bytes of K codes (or rows) of a page, from byte 0."""
         return self._side_bytes(self.k_bits)
 
     @cached_property
     def v_bytes(self) -> int:
-        """V codes (or rows) of a page, from ``v_offset``."""
+        """Bytes of V codes (or rows) of a page, from ``v_offset``."""
         return self._side_bytes(self.v_bits)
 
     @property
     def scale_bytes(self) -> int:
-        """Scales of a page, from ``scale_offset``."""
+        """Bytes of the scales of a page, from ``scale_offset``."""
         return 0 if self.plain else scales.BYTES_PER_TOKEN * self.page_tokens
 
     @property
@@ -114,17 +114,17 @@ class Format:
 
     @cached_property
     def page_bytes(self) -> int:
-        """All bytes of a page, padding included; a multiple of 64."""
+        """Bytes of a page, including padding; a multiple of 64."""
         return self.scale_offset + self.scale_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """K, V, scales and padding of one token of one KV head; always whole."""
+        """Bytes of K, V, scales and padding of one token of one KV head; always whole."""
         return self.page_bytes // self.page_tokens
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per value of K and V, scales and padding included."""
+        """Bits per value of K and V, including scales and padding."""
         return self.bytes_per_token * 8 / (2 * self.head_dim)
 
     def block_bytes(self, block_size: int, kv_heads: int = 1) -> int:

@@ -1,7 +1,7 @@
 // Codes of a page in the order of layout/fragments.py, as the lanes of a warp hold them.
 //
-// A tile is 16 tokens, a step 16 dims. Of every tile and step a lane owns eight values, numbered by register r and
-// half; what they are of K and of V is in layout/fragments.py. The words of a lane are 16-byte chunks, lane after lane.
+// A tile is 16 tokens, a step 16 dims. In every tile and step a lane owns eight values, indexed by register r and
+// half; layout/fragments.py says which values of K and V they are. The words of a lane are 16-byte chunks, lane by lane.
 #pragma once
 #include "page.cuh"
 #include "vec.cuh"
@@ -9,13 +9,13 @@
 // A warp's tile: value [step][r][half] of the lane, r and half as in layout/fragments.py.
 template <int kSteps> using Tile = float[kSteps][4][2];
 
-// A lane's codes of one tile, packed into words step by step, and written to where the page has them.
+// A lane's codes of one tile, packed into words step by step, and written to their place in the page.
 template <int kBits, int kSteps>
 struct Codes {
   static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
   static constexpr int kLow = kSteps * kLowBits, kHigh = kBits == 3 ? kSteps : 0;  // quarters of a word in a tile
   static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
-  unsigned low[kSteps][2];  // 8 bit: two words a step; 4: one; 2 and 3: 16 bits of fields in [s][0], or whole words
+  unsigned low[kSteps][2];  // 8 bit: two words per step; 4: one; 2 and 3: 16 bits of fields in [s][0], or whole words
   unsigned high[kSteps];    // 3 bit: fields of a step, or whole words
   unsigned before[2][4];    // 3 bit, whole words: the last two steps
 
@@ -36,7 +36,7 @@ struct Codes {
     }
   }
 
-  // 3 bit, four steps at a time: those two apart side by side, as the plane of high bits has them.
+  // 3 bit, four steps at a time: steps two apart next to each other, as in the plane of high bits.
   __device__ __forceinline__ void set_word(int s, const unsigned (&p)[4]) {
     const int odd = s % 2, w = s / 4;
     if (s % 4 < 2) {
@@ -52,7 +52,7 @@ struct Codes {
     }
     const unsigned first = top[1] * 4 + top[0], second = top[3] * 4 + top[2];
     const unsigned tops = first | __funnelshift_l(second, second, 4);
-    const unsigned all = ((x[3] * 4 + x[2]) * 4 + x[1]) * 4 + x[0];  // fields of three bits, two apart, added up
+    const unsigned all = ((x[3] * 4 + x[2]) * 4 + x[1]) * 4 + x[0];  // fields of three bits, two apart, combined
     const unsigned fields = all - (second * 16 + first);
     if (!odd) {
       low[2 * w][0] = fields;
@@ -65,15 +65,15 @@ struct Codes {
     }
   }
 
-  // Where words i .. i + kAligned - 1 of those from w on stand; w and i are multiples of kAligned.
+  // Position of words i .. i + kAligned - 1 of those from w on; w and i are multiples of kAligned.
   template <int kWords, int kAligned>
   static __device__ __forceinline__ unsigned char* place_of(unsigned char* to, int w, int i) {
     const int lane = threadIdx.x & 31;
     return to + (kAligned == 4 ? word_address<kWords>(w, lane) + i * 128 : word_address<kWords>(w + i, lane));
   }
 
-  // How many words of planes of kCount words, `first` words into the page, stand together at least. Beyond the last whole chunk
-  // of the page words stand in narrower chunks: 1 there.
+  // Minimum number of contiguous words in planes of kCount words, `first` words into the page. Past the last whole chunk
+  // of the page words are in narrower chunks: 1 there.
   static __device__ __forceinline__ constexpr int aligned(int words, int count, int first = 0) {
     return words % 4 || first % 4 ? 1 : count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
   }
@@ -89,14 +89,14 @@ struct Codes {
     }
   }
 
-  // Replaces the bits of `fields`, and no other: a word may have fields of tokens that another warp writes at the same time.
+  // Replaces only the bits of `fields`: a word may have fields of tokens that another warp writes at the same time.
   template <class T>
   static __device__ __forceinline__ void replace(unsigned char* word, T fields, T bits) {
     atomicAnd(reinterpret_cast<T*>(word), ~fields);
     atomicOr(reinterpret_cast<T*>(word), bits & fields);
   }
 
-  // The same for kCount words from w on, two at a time where they stand together.
+  // Same for kCount words from w on, two at a time if they are contiguous.
   template <int kWords, int kCount, int kAligned>
   static __device__ __forceinline__ void replace_all(unsigned char* to, int w, const unsigned* fields, const unsigned* bits) {
     constexpr int kPer = kAligned > 1 ? 2 : 1;
@@ -111,7 +111,7 @@ struct Codes {
     return words[0] | static_cast<unsigned long long>(words[1]) << 32;
   }
 
-  // Word w of the tile's low plane, where no word is shared by two tiles.
+  // Word w of the tile's low plane, if no word is shared by two tiles.
   __device__ __forceinline__ unsigned low_word(int w) const {
     if constexpr (kBits == 8) return low[w / 2][w % 2];
     else if constexpr (kBits > 2) return low[w][0];
@@ -159,7 +159,7 @@ struct Codes {
     }
   }
 
-  // Replaces the fields that `mask` has all bits of.
+  // Replaces the fields all of whose bits are in `mask`.
   template <int kTiles>
   __device__ __forceinline__ void merge(unsigned char* to, int tile, const Codes& mask) const {
     constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kWords = words_per_lane(kBits, kTiles * kSteps);

@@ -7,8 +7,8 @@ t = lane % 4) owns eight values, numbered by register r = 0..3 and half = 0..1:
     K       g + 8 (r % 2)                2 t + 8 (r // 2) + half
     V       2 t + 8 (r // 2) + half      g + 8 (r % 2)
 
-Over the page a lane has W 32-bit words of codes. In memory these are 16-byte chunks, lane after lane, then, for what
-is left of W // 4, one 8-byte and one 4-byte chunk a lane: every load of a warp is contiguous.
+Over the page a lane has W 32-bit words of codes. In memory these are 16-byte chunks, lane by lane, then, for the rest
+of W / 4, one 8-byte and one 4-byte chunk per lane: every load of a warp is contiguous.
 
     [lane 0: words 0-3][lane 1: words 0-3] .. [lane 31] [lane 0: words 4-7] .. | [8-byte rest] .. | [4-byte rest] ..
 
@@ -55,19 +55,19 @@ def _check_side(side: str) -> None:
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
-    """(width, lowest bit) of the fields that a code is stored as: 3 bit is a 2-bit and a 1-bit plane."""
+    """(width, lowest bit) of the fields that store a code: 3 bit has a 2-bit and a 1-bit plane."""
     return ((2, 0), (1, 2)) if bits == 3 else ((bits, 0),)
 
 
 def words_per_lane(bits: int, head_dim: int, page_tokens: int) -> int:
-    """32-bit words of one side's codes per lane, padding included; ``head_dim / 16 * bits`` for 64 tokens."""
+    """32-bit words of one side's codes per lane, including padding; ``head_dim / 16 * bits`` for 64 tokens."""
     check_bits(bits)
     fragments = check_head_dim(head_dim) // STEP_DIMS * (check_page_tokens(page_tokens) // TILE_TOKENS)
     return sum(-(-fragments * width // 4) for width, _ in planes(bits))
 
 
 def code_bytes(bits: int, head_dim: int, page_tokens: int) -> int:
-    """Bytes of one side's codes in a page, padding included."""
+    """Bytes of one side's codes in a page, including padding."""
     return LANES * 4 * words_per_lane(bits, head_dim, page_tokens)
 
 
@@ -87,7 +87,7 @@ def _place(
 
 
 def _address(word: torch.Tensor, lane: torch.Tensor, words: int) -> torch.Tensor:
-    """The byte where a lane's word begins."""
+    """Byte at which a lane's word begins."""
     whole, rest = words // 4 * 4, words % 4
     base = whole * LANES * 4
     chunk16 = word // 4 * (LANES * 16) + lane * 16 + word % 4 * 4
@@ -130,7 +130,7 @@ def _gathers(
 
 @functools.lru_cache(maxsize=1024)
 def sources(bits: int, head_dim: int, page_tokens: int, side: Side, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """For each plane int32 ``[8 / width, bytes]``: the value whose field lies there, or P * D for none."""
+    """For each plane int32 ``[8 / width, bytes]``: the value whose field is there, or P * D for none."""
     values = page_tokens * head_dim
     tables = []
     for (width, _), (byte, bit) in zip(planes(bits), places(bits, head_dim, page_tokens, side), strict=True):
@@ -152,7 +152,7 @@ def pack(codes: torch.Tensor, bits: int, side: Side) -> torch.Tensor:
     *lead, page_tokens, head_dim = codes.shape
     size = code_bytes(bits, head_dim, page_tokens)
     flat = codes.reshape(-1, page_tokens * head_dim)
-    flat = torch.cat([flat, flat.new_zeros(flat.shape[0], 1)], 1)  # what padding reads
+    flat = torch.cat([flat, flat.new_zeros(flat.shape[0], 1)], 1)  # read by padding
     packed = flat.new_zeros(flat.shape[0], size)
     tables = sources(bits, head_dim, page_tokens, side, codes.device)
     for (width, low), table in zip(planes(bits), tables, strict=True):

@@ -1,4 +1,4 @@
-"""float32 rows to fp16 on the CPU in a loop of vectors: torch converts one number at a time on some processors."""
+"""float32 rows to fp16 on the CPU in a vectorised loop: on some processors torch converts one number at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 from .unpack_numba import compiled
 
-BLOCK = 1024  # numbers at a time: they stay in a core's first cache
+BLOCK = 1024  # numbers at a time: they stay in a core's L1 cache
 
 
 def to_half(x: torch.Tensor) -> torch.Tensor:
-    """``x.to(float16)`` of a float32 tensor on the CPU, but what is too large becomes +-65504; contiguous."""
+    """``x.to(float16)`` of a float32 tensor on the CPU, clamped to +-65504; contiguous."""
     out = torch.empty(x.shape, dtype=torch.float16, device="cpu")
     _round(x.detach().contiguous().view(-1).numpy(), out.view(-1).view(torch.int16).numpy().view(np.uint16))
     return out

@@ -1,4 +1,4 @@
-// Numbers of quant/reference.py: the range of rows and scales, the smallest step, and the floor of a product.
+// Constants of quant/reference.py: the range of rows and scales, the smallest step, and the floor of a product.
 #pragma once
 
 constexpr float kLargest = 65504.f, kSmallestStep = 5.9604644775390625e-8f;

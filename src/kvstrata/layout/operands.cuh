@@ -1,18 +1,18 @@
-// Codes of a page (layout/fragments.py) to operands of the tensor cores, in one or two instructions a register.
+// Codes of a page (layout/fragments.py) to operands of the tensor cores, in one or two instructions per register.
 //
-// A code that is masked out of its word is, read as fp16, a subnormal: code * 2^-24 where it stands in the lowest
-// bits, 2^-22 two bits higher, and so on. Products with subnormals are exact, so nothing but the masks is needed: what
-// the code's place multiplies by is taken back in scales, and the middle of the levels by the sum of the other operand.
+// A code that is masked out of its word is, read as fp16, a subnormal: code * 2^-24 in the lowest bits, code * 2^-22 two bits
+// higher, and so on. Products with subnormals are exact, so only the masks are needed: the factor of the code's position is
+// compensated in scales, and the middle of the levels by the sum of the other operand.
 #pragma once
 #include "page.cuh"
 
-// Words of one lane: those of kSpan tiles that are read together, of a part of a page with kTiles tiles. Both planes of
+// Words of one lane: those of kSpan tiles that are read together, in a part of a page with kTiles tiles. Both planes of
 // 3-bit codes.
 template <int kBits, int kSteps, int kTiles, int kSpan>
 struct Words {
   static constexpr int kLowBits = kBits == 3 ? 2 : kBits, kFragments = kSpan * kSteps;
   static constexpr int kLowWords = plane_words(kLowBits, kTiles * kSteps), kAll = words_per_lane(kBits, kTiles * kSteps);
-  // Units are whole chunks, or the halves of one: one code serves them all.
+  // Units are whole chunks, or halves of one: the same code handles all.
   static constexpr int kLowUnit = kFragments * kLowBits / 4, kHighUnit = kFragments / 4;
   static constexpr bool kRegular = kAll % 4 == 0 && kFragments * kLowBits % 4 == 0 && (kLowUnit % 4 == 0 || kLowUnit == 2) &&
                                    (kBits != 3 || (kFragments % 4 == 0 && kLowWords % 4 == 0 &&
@@ -78,17 +78,17 @@ struct Words {
   }
 };
 
-// What a code in register r is multiplied by: 2^-kPlace.
+// Factor of a code in register r: 2^-kPlace.
 template <int kBits>
 __device__ __forceinline__ constexpr int place(int r) {
   return kBits == 8 ? 24 : kBits == 4 ? 24 - 4 * (r & 1) : 24 - 2 * r;
 }
 
-// K: registers 0 and 2 are one token, 1 and 3 the other. In 2- and 3-bit codes registers 2 and 3 stand four bits
-// higher than 0 and 1; the second half of the query is made smaller by that.
+// K: registers 0 and 2 are one token, 1 and 3 the other. In 2- and 3-bit codes registers 2 and 3 are four bits
+// higher than 0 and 1; the second half of the query is scaled down by that.
 template <int kBits> constexpr int kQueryShift = kBits <= 3 ? 4 : 0;
 
-// V: the same for the weights of tokens 8 to 15.
+// V: same for the weights of tokens 8 to 15.
 template <int kBits> constexpr float kSecondHalf = kBits <= 3 ? 0.0625f : 1.f;
 
 template <int kBits>

@@ -1,4 +1,4 @@
-// Where things lie: pages of a pool by handle, words of a lane and scales of a token in a page. In Python: format.py,
+// Positions of data: pages of a pool by handle, words of a lane and scales of a token in a page. In Python: format.py,
 // fragments.py and scales.py.
 #pragma once
 

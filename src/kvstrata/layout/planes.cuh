@@ -1,8 +1,8 @@
-// Where the codes of one token lie in a page, for a warp that moves it; layout/fragments.py has the order.
+// Positions of the codes of one token in a page, for a warp that moves it; layout/fragments.py has the order.
 //
-// A lane holds cells: what a word of 4-bit codes has of one token. The values of a cell are dims of one step of 16,
+// A lane holds cells: the part of a word of 4-bit codes that belongs to one token. The values of a cell are dims of one step,
 //   K: cell = 4 step + t, values 2t, 2t + 1, 2t + 8, 2t + 9      V: cell = 8 step + g, values g, g + 8
-// (t, g: of the lane that decode loads the word with). Words have fields of several tokens, so who writes adds the
+// (t, g: of the lane with which decode loads the word). Words have fields of several tokens, so a writer adds the
 // difference of the token's own fields.
 #pragma once
 #include "page.cuh"
@@ -23,7 +23,7 @@ struct Row {
   }
 };
 
-// One plane of the codes of a token: fields of kWidth bits. Where they are, for fragment j and value e.
+// One plane of the codes of a token: fields of kWidth bits, and their positions for fragment j and value e.
 template <int kDim, int kTokens, int kWidth, bool kIsV>
 struct Plane {
   using R = Row<kDim, kIsV>;
@@ -38,7 +38,7 @@ struct Plane {
     else return plane_words(2, kFragments) + j / 4;
   }
   static __device__ __forceinline__ int shift(int j, int token, int e) {
-    // r = 2 (r / 2) + r % 2 and half, of which the token gives one part and e the other.
+    // r = 2 (r / 2) + r % 2 and half; the token determines one part and e the other.
     const int high = kIsV ? token >> 3 : e >> 1, low = kIsV ? e : token >> 3, half = kIsV ? token & 1 : e & 1;
     if constexpr (kWidth == 8) return 16 * low + 8 * half;
     else if constexpr (kWidth == 4) return 8 * high + 4 * low + 16 * half;
@@ -93,7 +93,7 @@ struct Plane {
     }
   }
 
-  // The words that have fields of a token.
+  // The words with fields of a token.
   using Words = unsigned[R::kPer][kPairs];
   template <int kWords>
   static __device__ __forceinline__ void fetch(Words& words, const char* codes, int slot) {
@@ -107,7 +107,7 @@ struct Plane {
         words[i][q] = *reinterpret_cast<const unsigned*>(codes + word_address<kWords>(w + q, lane));
     }
   }
-  // The fields of the token at `from`, fetched, to where `old` was fetched, the token at `slot`.
+  // Moves the fetched fields of the token at `from` to where `old` was fetched, the token at `slot`.
   template <int kWords>
   static __device__ __forceinline__ void copy(const Words& words, int from, const Words& old, char* codes, int slot) {
     const int source = from & 15, token = slot & 15;
@@ -137,7 +137,7 @@ struct TokenCodes {
   using R = Row<kDim, kIsV>;
   using First = Plane<kDim, kTokens, kBits == 3 ? 2 : kBits, kIsV>;
   using Second = Plane<kDim, kTokens, 1, kIsV>;  // of 3 bits
-  // Words that the token is in, and those it goes to.
+  // Words of the token's source and destination.
   typename First::Words words, old;
   typename Second::Words more, more_old;
 

@@ -7,9 +7,9 @@ In a fragment (``layout/fragments.py``) register r and half of lane 4 g + t are
     K       token g + 8 (r % 2)                 dim 2 t + 8 (r // 2) + half
     V       token 2 t + 8 (r // 2) + half       dim g + 8 (r % 2)
 
-so the multiplier of a code depends on t, r // 2 and half, and the sum it is added to on g and r % 2. A code stays where
-it is in its word: masked and converted to float it is too large by a power of two, by which `arrange` makes its
-multiplier smaller. Codes count from 0; subtracting their middle is left to the caller.
+so the multiplier of a code depends on t, r // 2 and half, and the sum it is added to on g and r % 2. A code is not
+shifted in its word: masked and converted to float it is too large by a power of two, by which `arrange` divides its
+multiplier. Codes count from 0; subtracting their middle is left to the caller.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ APART = {2: 2, 3: 2, 4: 4, 8: 16}  # bits from the field of r to that of r + 1, 
 
 
 def _shift(bits, far, half):
-    """Lowest bit of the field of r = 2 ``far`` and ``half``, in the words that `_words` gives."""
+    """Lowest bit of the field of r = 2 ``far`` and ``half``, in the words that `_words` returns."""
     return 8 * half if bits == 8 else 16 * half + (8 if bits == 4 else 4) * far
 
 
@@ -43,7 +43,7 @@ def _splat(number):
 
 
 def _spread(builder, word):
-    """A word in every lane."""
+    """Broadcast a word to every lane."""
     one = builder.insert_element(ir.Constant(WORDS, ir.Undefined), word, ir.Constant(WORD, 0))
     return builder.shuffle_vector(one, one, _splat(0))
 
@@ -57,15 +57,15 @@ def _at(builder, pointer, index, kind):
 
 
 def _function(builder, name, kind):
-    """LLVM's function of three vectors of a kind."""
+    """LLVM intrinsic of three vectors of a kind."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
 
 
 def _words(builder, bits, load, above, j):
-    """Words with the fields of fragment ``j``: for r // 2 = 0 and 1; and with the highest bits of 3-bit codes."""
+    """Words with the fields of fragment ``j``, for r // 2 = 0 and 1, and those with the high bits of 3-bit codes."""
 
     def part(number, times):
-        """Bit ``number`` of j, times a number."""
+        """Bit ``number`` of j, times ``times``."""
         bit = builder.and_(builder.trunc(builder.lshr(j, INDEX(number)), WORD), WORD(1))
         return builder.mul(bit, WORD(times))
 
@@ -84,7 +84,7 @@ def _words(builder, bits, load, above, j):
 
 
 def _fields(builder, bits, words, high):
-    """Codes of a fragment as floats, each times a power of two: for r // 2 and half in turn, r % 2 = 0 and 1."""
+    """Codes of a fragment as floats, each times a power of two: by r // 2 and half, r % 2 = 0 and 1."""
     for far in range(2):
         for half in range(2):
             shift, pair = _shift(bits, far, half), []
@@ -98,7 +98,7 @@ def _fields(builder, bits, words, high):
 
 
 def _add(builder, bits, rows, given):
-    """`add_products` of eight lanes: the loop over fragments, then sums over t."""
+    """`add_products` for eight lanes: the loop over fragments, then sums over t."""
     lanes, above, column, first, apart, count, by, by_stride, by_first, sums, sums_stride, sums_first = given
     zero, multiply_add = ir.Constant(FLOATS, [0.0] * WIDTH), _function(builder, "llvm.fmuladd.v8f32", FLOATS)
     totals = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(rows)]  # [row][r % 2]
@@ -136,7 +136,7 @@ def _add_eight(
     typing, bits, rows, lanes, above, column, first, apart, count, by, by_stride, by_first, sums, sums_stride,
     sums_first,
 ):  # fmt: skip
-    """`_add`, by bits and rows."""
+    """`_add`, specialised by bits and rows."""
 
     def generate(context, builder, signature, arguments):
         given = list(arguments)
@@ -161,7 +161,7 @@ def add_products(lanes, bits, above, first, apart, count, by, block, sums, to):
     Args:
         lanes: uint32 ``[words, 32]``, one side of a page as `lanes_of` sorts it.
         bits: 2, 3, 4 or 8.
-        above: the word where the highest bits of 3-bit codes begin.
+        above: the word where the high bits of 3-bit codes begin.
         first, apart, count: fragments ``first``, ``first + apart`` and so on: steps of a tile (K), tiles of a step (V).
         by: float32 ``[rows, blocks, 16]``, multipliers of these fragments from ``block`` on, from `arrange`.
     """
@@ -178,7 +178,7 @@ def add_products(lanes, bits, above, first, apart, count, by, block, sums, to):
 
 @compiled
 def arrange(values, bits, by):
-    """Numbers of 16 dims (K) or tokens (V) each, ``values [rows, n]``, as multipliers ``by [rows, n / 16, 16]``."""
+    """Rearrange ``values [rows, n]`` of 16 dims (K) or tokens (V) each as multipliers ``by [rows, n / 16, 16]``."""
     for far in range(2):
         for half in range(2):
             shift = 8 * half if bits == 8 else 16 * half + (8 if bits == 4 else 4) * far

@@ -5,9 +5,8 @@
 #include "mma.cuh"
 
 // The rotation of 16 dims as an operand: entry (in, out) of a Hadamard matrix, or of the identity. A lane's four
-// registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand stands for dim
-// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once; kByMatrix: for dim k, as ldmatrix
-// has it.
+// registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand represents dim
+// 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once; kByMatrix: dim k, as with ldmatrix.
 template <class In, bool kRotate, bool kByMatrix = false>
 __device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -70,7 +69,7 @@ __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
   if constexpr (kRotate) butterflies<kSteps, 8>([&](int s, int i) -> float& { return f[s][i >> 1][i & 1]; });
 }
 
-// What the rows are too long by after the butterflies.
+// Factor by which the rows are too long after the butterflies.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ constexpr float rotation_factor() {
   constexpr int kBlock = kSteps & -kSteps;

@@ -1,6 +1,6 @@
-"""The rotation that makes the values of a row alike: an orthonormal Walsh-Hadamard transform, its own inverse.
+"""The rotation that equalises the values of a row: an orthonormal Walsh-Hadamard transform, its own inverse.
 
-Over all of D where D is a power of two, else block-diagonal with the largest power of two that divides D:
+It covers all of D if D is a power of two, otherwise it is block-diagonal with the largest power of two that divides D:
 80 is five blocks of 16, 96 three of 32. The order of the additions is part of the definition (see ``rotate``), so
 every backend that follows it gets the same float32 bits.
 """

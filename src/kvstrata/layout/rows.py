@@ -1,4 +1,4 @@
-"""Codes of one row in plain order, for rows that live outside pages: ``quantize`` and files.
+"""Codes of one row in plain order, for rows outside pages: ``quantize`` and files.
 
 ``8 / width`` neighbours share a byte, the first in the low bits. 3 bit is the low two bits of the whole row, then
 its high bits.
@@ -46,7 +46,7 @@ def unpack_rows(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     if packed.dtype != torch.uint8:
         raise TypeError(f"packed: expected torch.uint8, got {packed.dtype}")
     if packed.shape[-1] != row_bytes(bits, dim):
-        raise ValueError(f"packed: expected {row_bytes(bits, dim)} bytes a row, got {packed.shape[-1]}")
+        raise ValueError(f"packed: expected {row_bytes(bits, dim)} bytes per row, got {packed.shape[-1]}")
     codes = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device)
     start = 0
     for width, low in planes(bits):

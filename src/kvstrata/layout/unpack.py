@@ -1,19 +1,19 @@
-"""Codes of many pages at once, as float32, with few passes over memory: where the CPU path spends its time.
+"""Codes of many pages at once, as float32, with few passes over memory: the hot spot of the CPU path.
 
-Pages are turned so that the same word of all pages of a bucket is one row, ``[words, pages]``. Every step is then a
-pass over long rows, and bringing the words into order only picks rows:
+Pages are transposed so that the same word of all pages of a bucket is one row, ``[words, pages]``. Every step is then a
+pass over long rows, and reordering words only selects rows:
 
-    pages [G, M, words] ──turn──▶ [G, words, M] ──pick rows──▶ [G, .., M] ──shift, mask──▶ codes [G, dims, tokens, M]
+    pages [G, M, words] ──turn──▶ [G, words, M] ──select rows──▶ [G, .., M] ──shift, mask──▶ codes [G, dims, tokens, M]
 
-Shifts and masks are cheapest when rows with equal shifts lie together, so dims and tokens come in an order of their
-own. With the registers r, halves and lanes 4 g + t of ``layout/fragments.py``:
+Shifts and masks are cheapest if rows with equal shifts are adjacent, so dims and tokens have their own order. With the
+registers r, halves and lanes 4 g + t of ``layout/fragments.py``:
 
             dims                                tokens
     K       r // 2, half, step, t               r % 2, tile, g
     V       r % 2, step, g                      half, r // 2, tile, t
 
 `dims` and `v_order` bring the query, the output and the weights into that order. For 3 bits the high bits are first
-put above their low ones: fields of registers 0, 2 and of 1, 3 go to words of their own, where three bits have room.
+put above their low ones: fields of registers 0, 2 and of 1, 3 go to separate words, where three bits fit.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LOW_EVEN, LOW_ODD, HIGH_EVEN, HIGH_ODD = 0x00330033, 0x00CC00CC, 0x00440044, 0x0
 class _High(NamedTuple):
     """Shifts and masks that put the high plane of 3-bit codes above the low one; all but ``rows`` broadcast."""
 
-    rows: torch.Tensor  # int64, flat: its words
-    turn: torch.Tensor  # how far they are rotated to the right,
+    rows: torch.Tensor  # int64, flat: words of the high plane
+    turn: torch.Tensor  # how far they are rotated right,
     back: torch.Tensor  # or to the left,
     kept: torch.Tensor  # and the bits that stay in the word
-    low_shift: torch.Tensor  # what brings a fragment of the low plane to bit 0
+    low_shift: torch.Tensor  # shift that brings a fragment of the low plane to bit 0
     low_mask: torch.Tensor  # along r % 2
     high_mask: torch.Tensor
 
 
 class _Plan(NamedTuple):
-    """Index and shift tensors for one side of a format; axes as above, of size 1 where nothing changes along them."""
+    """Index and shift tensors for one side of a format; axes as above, of size 1 if nothing changes along them."""
 
     full: tuple[int, ...]  # all axes
     shape: tuple[int, ...]  # of ``rows``
-    joined: tuple[int, ...]  # shape of the words that fields are taken from; for 3 bits `_join` makes them
+    joined: tuple[int, ...]  # shape of the words that fields are taken from; for 3 bits `_join` creates them
     rows: torch.Tensor  # int64, flat: which word of the page
     shift: torch.Tensor  # int32, brings a field of the word to bit 0
     mask: int
@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
 
 
 def _in_order(x: torch.Tensor, side: Side) -> torch.Tensor:
-    """A table ``[token, dim]`` by the axes above."""
+    """Reorder a table ``[token, dim]`` by the axes above."""
     tiles, steps = x.shape[0] // TILE_TOKENS, x.shape[1] // STEP_DIMS
     if side == "k":  # tile, r % 2, g | step, r // 2, t, half
         return x.view(tiles, 2, 8, steps, 2, 4, 2).permute(4, 6, 3, 5, 1, 0, 2)
@@ -65,7 +65,7 @@ def _in_order(x: torch.Tensor, side: Side) -> torch.Tensor:
 
 
 def _narrow(x: torch.Tensor) -> torch.Tensor:
-    """Axes along which nothing changes get size 1."""
+    """Reduce axes along which nothing changes to size 1."""
     for axis in range(x.dim()):
         first = x.narrow(axis, 0, 1)
         x = first if bool((x == first).all()) else x
@@ -90,7 +90,7 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
         far, near = (token, dim) if side == "k" else (dim, token)  # r % 2 picks 8 of one, r // 2 and half of the other
         base = _in_order(2 * (far // 8 % 2 + 2 * (near // 8 % 2)) + 16 * (near % 2), side)  # 2 r + 16 half
         turn = _narrow((shifts[1] - base - 2) % 32)
-        kept = 2 ** (32 - turn.clamp(min=1)) - 1  # turns of 0 have no use for the sign bit
+        kept = 2 ** (32 - turn.clamp(min=1)) - 1  # for a rotation by 0 the sign bit does not matter
         along = [1] * 7
         along[odd_axis] = 2
         masks = [torch.tensor(m, device="cpu").view(along) for m in ((LOW_EVEN, LOW_ODD), (HIGH_EVEN, HIGH_ODD))]
@@ -125,8 +125,8 @@ def _join(plan: _Plan, low: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     assert plan.high is not None
     rows, turn, back, kept, low_shift, low_mask, high_mask = plan.high
     word = _pick(words, rows, plan.shape)
-    high = (word >> turn).bitwise_and_(kept)  # a rotation: what the sign filled is cut off,
-    high.bitwise_or_(word << back)  # what fell out comes in (nothing, for a turn of 0: back is 32)
+    high = (word >> turn).bitwise_and_(kept)  # a rotation: bits that the sign filled are cleared,
+    high.bitwise_or_(word << back)  # bits shifted out are inserted (none for a rotation by 0: back is 32)
     joined = torch.empty(words.shape[0], *plan.joined, words.shape[2], dtype=torch.int32, device=words.device)
     torch.bitwise_and(low >> low_shift, low_mask, out=joined)
     return joined.bitwise_or_(torch.bitwise_and(high, high_mask, out=torch.empty_like(joined)))
@@ -140,7 +140,7 @@ def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
     if bits == 3:
         picked = _join(plan, picked, words)
     groups, _, pages = words.shape
-    # The broadcast would choose an order of its own for its result; this one is laid out for what follows.
+    # A plain broadcast would choose its own memory order; this one suits what follows.
     codes = torch.empty(groups, *plan.full, pages, dtype=torch.int32, device=words.device)
     torch.bitwise_right_shift(picked, plan.shift, out=codes).bitwise_and_(plan.mask)
     return codes.float().view(groups, format.head_dim, format.page_tokens * pages)

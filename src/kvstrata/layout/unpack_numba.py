@@ -1,7 +1,7 @@
-"""Pages as compiled loops read them, for decode on the CPU: plain rows and scales as float32, codes as words by lane.
+"""Pages in the form that compiled loops read, for decode on the CPU: plain rows and scales as float32, codes by lane.
 
-The words of a page's side lie in chunks of four, two or one a lane (see ``layout/fragments.py``); sorted by lane, word
-w of all lanes is one row of 32 neighbours. ``layout/products_numba.py`` multiplies their codes.
+The words of a page's side come in chunks of four, two or one per lane (see ``layout/fragments.py``); sorted by lane,
+word w of all lanes is one row of 32. ``layout/products_numba.py`` multiplies their codes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 LANES = 32
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # kinds of plain rows
-TO_FLOAT = np.float32(2.0**112)  # between the exponents of fp16 and of float32
-ENDLESS = np.float32(2.0**16)  # what infinities of fp16 then are
+TO_FLOAT = np.float32(2.0**112)  # ratio between the exponent biases of fp16 and float32
+ENDLESS = np.float32(2.0**16)  # value of fp16 infinities after that
 
-# Sums in any order and fused products; infinities and NaN stay what they are. What keeps inner loops fast: their index
-# is that of a range, which cannot be negative; they end at a size that the compiler does not know, or it would unroll
-# them first; and they slice nothing, which counts references.
+# Sums in any order and fused products are allowed; infinities and NaN are preserved. Inner loops stay fast because
+# their index is that of a range, which cannot be negative; their end is unknown to the compiler, which would otherwise
+# unroll them first; and they slice nothing, which would count references.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
@@ -67,7 +67,7 @@ def scales_of(words, halves, start, side, bits, out):
 
 @compiled
 def powers_of_two(exponents, out):
-    """``2 ** exponents``, of int8 in the range of a balance."""
+    """``2 ** exponents``, for int8 exponents in the range of a balance."""
     bits = out.view(np.uint32)
     for i in range(len(out)):
         bits[i] = np.uint32(np.int32(exponents[i]) + np.int32(127)) << np.uint32(23)

@@ -14,7 +14,7 @@ UNIT: tl.constexpr = tl.constexpr(format.UNIT)
 
 @triton.jit
 def _word(code_ptr, word, lane, live, WORDS: tl.constexpr):
-    """A lane's word, where layout/fragments.py puts it: 16-byte chunks, then an 8-byte and a 4-byte one."""
+    """A lane's word at its position in layout/fragments.py: 16-byte chunks, then an 8-byte and a 4-byte one."""
     WHOLE: tl.constexpr = WORDS // 4 * 4
     offset = word // 4 * 128 + lane * 4 + word % 4
     if WORDS % 4 >= 2:
@@ -57,7 +57,7 @@ def load_levels(code_ptr, token, dim, live, BITS: tl.constexpr, DIM: tl.constexp
 
 @triton.jit
 def _words(code_ptr, FROM: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr):
-    """Words FROM .. of all lanes, each once and in the order of memory, as ``[WORDS, 32, FIELDS]`` to be shifted."""
+    """Words FROM .. of all lanes, each loaded once in memory order, as ``[WORDS, 32, FIELDS]`` to be shifted."""
     offs = tl.arange(0, WORDS * 32)
     flat = tl.reshape(tl.load(code_ptr + FROM * 32 + offs), (WORDS // 4, 32, 4))
     words = tl.reshape(tl.permute(flat, (0, 2, 1)), (WORDS, 32, 1))
@@ -68,8 +68,8 @@ def _words(code_ptr, FROM: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constex
 def page_levels(code_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, IS_K: tl.constexpr):
     """`load_levels` of a whole page: each word is loaded once, and reshapes bring its fields into order.
 
-    Below, axes of a word are (block of 16 tokens, step of 16 dims, g, t), those of its fields as layout/fragments.py
-    has them: r_low, r_high and half, and which of two (``odd``) or four fragments where a word has several.
+    Below, axes of a word are (block of 16 tokens, step of 16 dims, g, t); those of its fields are as in
+    layout/fragments.py: r_low, r_high and half, and which of two (``odd``) or four fragments if a word has several.
     """
     STEPS: tl.constexpr = DIM // 16
     BLOCKS: tl.constexpr = TOKENS // 16

@@ -1,14 +1,14 @@
 """Calibration of a model's K: balance and centre of every layer, and the layer's sensitivity to rounding.
 
     K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
-    Q of the model ──* balance──▶ ──rotate──▶ its scores with codes; + balanced Q · centre, the same for all tokens
+    Q of the model ──* balance──▶ ──rotate──▶ scores with codes; + balanced Q · centre, the same for all tokens
 
 A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
 it (`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then
-exact in every floating-point dtype, and rows that are never quantised give the same scores, bit for bit, as without.
+exact within the range of a floating-point dtype, and rows that are never quantised give bit-identical scores.
 
-A `Calibration` holds all layers and is a file of its own; `LayerCalibration` is what one layer's kernels take. With a
-calibration, codes depend on nothing but the rows and their format.
+A `Calibration` covers all layers and has its own file format; `LayerCalibration` is what the kernels of one layer take.
+With a calibration, codes depend only on the rows and their format.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 KIND = "kvstrata.calibration"
 VERSION = 1
 MOST = 8
-LARGEST = 2.0**MOST  # of a balance and of its inverse: K and Q of any model stay within the range of fp16
+LARGEST = 2.0**MOST  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
-TINY = 1e-12  # of the largest mean square of a head: channels below it count as this
+TINY = 1e-12  # relative to the largest mean square of a head: lower channels are raised to it
 
 
 def _check(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -47,18 +47,18 @@ def check_balance(name: str, x: torch.Tensor) -> None:
 
 
 def exponents(balance: torch.Tensor) -> torch.Tensor:
-    """A checked balance as kernels read it: int8 powers of two, of the same shape."""
+    """A checked balance in the form that kernels read: int8 exponents of two, same shape."""
     return (torch.frexp(balance)[1] - 1).to(torch.int8)
 
 
 def factors(exponents: torch.Tensor) -> torch.Tensor:
-    """The balance, float32, from its int8 powers of two."""
+    """The balance, float32, from its int8 exponents of two."""
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCalibration:
-    """Balance and centre of K in one layer, either of them None for none.
+    """Balance and centre of K in one layer; None for no balance or centre.
 
     Args:
         balance: float32 ``[kv_heads, head_dim]``, powers of two from 1 / 256 to 256. K is divided by it and Q of the
@@ -84,7 +84,7 @@ class LayerCalibration:
         if self.centre is not None:
             object.__setattr__(self, "centre", _check("centre", self.centre))
             if not bool((self.centre.abs() <= LARGEST_CENTRE).all()):
-                raise ValueError(f"centre: expected finite numbers up to {LARGEST_CENTRE}, got others")
+                raise ValueError(f"centre: expected finite numbers up to {LARGEST_CENTRE}, got other values")
         if self.balance is not None and self.centre is not None and self.balance.shape != self.centre.shape:
             raise ValueError(
                 f"centre: expected shape {tuple(self.balance.shape)} as balance, got {tuple(self.centre.shape)}"
@@ -192,7 +192,7 @@ class Calibration:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"path: expected a calibration file, {str(path)!r} is none: {error}") from error
+            raise ValueError(f"path: expected a calibration file, {str(path)!r} is not one: {error}") from error
         if (metadata.get("kind"), metadata.get("version")) != (KIND, str(VERSION)):
             given = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
             raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {given}")
@@ -216,10 +216,10 @@ class Calibration:
 
 
 def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
-    """Means of the channels that RoPE turns into each other, in place of both: ``x [..., D]`` to the same shape.
+    """Replace each pair of channels that RoPE rotates into each other by its mean: ``x [..., D]`` to the same shape.
 
     ``pairs`` is the number of pairs at the beginning of a row, (i, i + pairs) or, ``interleaved``, (2 i, 2 i + 1);
-    channels behind them stand alone.
+    channels after them are unpaired.
     """
     if not pairs:
         return x
@@ -234,16 +234,16 @@ def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
 def pair_balance(
     k_square: torch.Tensor, q_square: torch.Tensor, pairs: int = 0, interleaved: bool = False
 ) -> torch.Tensor:
-    """The balance with the least noise of scores, rounded to powers of two.
+    """The balance with the least score noise, rounded to powers of two.
 
     Args:
         k_square: ``[..., kv_heads, head_dim]``, mean squares of K's channels after the centre is subtracted.
-        q_square: the same of Q's, over the query heads of each KV head.
-        pairs, interleaved: channels that RoPE turns into each other get one number, see `pair_means`.
+        q_square: mean squares of Q's channels, over the query heads of each KV head; same shape.
+        pairs, interleaved: channels that RoPE rotates into each other get one number, see `pair_means`.
 
     Returns float32 ``[..., kv_heads, head_dim]``: (E k² / E q²)^(1/4), divided by its geometric mean over the
-    head, since a common factor changes nothing, and rounded. Channels without any K or any Q get the nearest that is
-    allowed.
+    head, since a common factor changes nothing, and rounded. Channels without any K or any Q get the nearest allowed
+    value.
 
     Raises ValueError for shapes that differ.
 

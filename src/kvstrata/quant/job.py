@@ -1,4 +1,4 @@
-"""Arguments of ``quantize_pages``: what every backend is given."""
+"""Arguments of ``quantize_pages``, common to all backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``quantize_pages``: rows of K and V become whole pages of codes, for all heads and both sides in one launch.
 
-Every page says which row of ``k`` and ``v`` each of its slots takes, so pages can be made of consecutive tokens of a
-prompt or of any tokens that a head has chosen.
+Every page lists the row of ``k`` and ``v`` for each of its slots, so pages can hold consecutive tokens of a prompt or
+any tokens that a head has chosen.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
 # bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
 PARAMS = struct.Struct(f"9Q2q3i{4 * MAX_TIERS}i4x")
-# Warps of a round, of those that the GPU has room for, by head_dim up to: K and V then run beside each other, where the
+# Fraction of the resident warps per round, by maximum head_dim: with less than one, K and V run concurrently, if the
 # machine code of both fits the instruction cache.
 ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
-SAME_HEAD = 32  # stride of a warp's pages is a multiple: the same head where heads take turns
+SAME_HEAD = 32  # a warp's pages are a multiple of this apart, so that they belong to one head if heads alternate
 ASKED = 4 * (17 * 8 + 2 * 4)  # bytes: the queue of struct Asked in quantize.cu
 ROW_BYTES = 16  # alignment of rows: one access of a thread
 
@@ -41,10 +41,10 @@ def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> st
 
 
 def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes) -> jit.Launch:
-    """The launch that makes ``pages`` pages.
+    """Launch that writes ``pages`` pages.
 
-    A warp makes one side of 16 tokens, in page after page: K in one round of warps, V in several, each of half as many
-    pages as the one before. Where tiles share words, a block is a page.
+    A warp writes one side of 16 tokens, page by page: K in one round of warps, V in several, each with half as many
+    pages as the previous one. If tiles share words, a block is a page.
     """
     steps, tiles = format.head_dim // fragments.STEP_DIMS, format.page_tokens // fragments.TILE_TOKENS
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
@@ -53,7 +53,7 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
         shared = format.k_bytes + format.v_bytes + tiles * 2 * centre
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
     rows = fragments.TILE_TOKENS * format.head_dim * dtype.itemsize
-    shared = 2 * (rows + centre) + ASKED + 2 * centre  # of two tiles, and the centre through butterflies, twice
+    shared = 2 * (rows + centre) + ASKED + 2 * centre  # two tiles, and the centre after the butterflies, twice
     share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
     warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
     warps = warps // SAME_HEAD * SAME_HEAD or warps
@@ -127,16 +127,16 @@ def quantize_pages(
 
     Args:
         k: ``[T, H, D]`` float32, float16 or bfloat16, any token and head stride; ``v`` likewise.
-        pool: uint8, one run of bytes. Mutated: the bytes of the pages named, all of them.
-        pages: int32 ``[n]``, where each page begins, in units of 64 bytes; no two overlap.
-        source: int32 ``[n, page_tokens]``: the row of ``k`` and ``v`` that a slot takes. A negative one is an empty
-            slot: it gets a scale of zero.
-        heads: int32 ``[n]``, the head whose rows a page takes.
-        format: a quantised format; it says page size, widths and rotation.
-        centre: float32 ``[m, D]``, subtracted from K before the rotation; page i takes row ``centres[i]``.
+        pool: uint8, contiguous. Mutated: all bytes of the given pages.
+        pages: int32 ``[n]``, start of each page, in units of 64 bytes; no two overlap.
+        source: int32 ``[n, page_tokens]``: the row of ``k`` and ``v`` for each slot. A negative value is an empty slot,
+            which gets a scale of zero.
+        heads: int32 ``[n]``, the head of each page.
+        format: a quantised format, which determines page size, widths and rotation.
+        centre: float32 ``[m, D]``, subtracted from K before the rotation; page i uses row ``centres[i]``.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
-    Raises ValueError or TypeError, naming the argument, and RuntimeError if a backend is asked for that cannot run.
+    Raises ValueError or TypeError, naming the argument, and RuntimeError for a backend that cannot run.
     Rows, pages and heads are not checked against their bounds on a GPU. Safe under graph capture.
 
     Example:

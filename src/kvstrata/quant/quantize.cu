@@ -1,26 +1,25 @@
-// K and V rows of one head into whole pages of codes: a warp makes one side of a tile of 16 tokens.
+// K and V rows of one head to whole pages of codes: a warp writes one side of a tile of 16 tokens.
 //
 //   rows [16, D] --16 dims at a time: mma with a Hadamard matrix of +-1--> fragments of float32, exact products
 //   --butterflies over steps--> rotated rows --reduce, encode, refit--> codes, already in the page's order
 //
-// The rotation's factor (block ^ -0.5) is left to the scale: rows are kept sqrt(block) too long until then.
+// The rotation's factor (block ^ -0.5) is applied with the scale: until then rows are sqrt(block) too long.
 //
-// The product leaves every lane with just the values whose codes it owns in the page (layout/fragments.py): K with
-// tokens as rows of the product, V with dims as rows. So there is no exchange between lanes but the reductions, and
-// a lane's words go out in 16-, 8- or 4-byte stores.
+// The product leaves every lane with exactly the values whose codes it owns in the page (layout/fragments.py): K with
+// tokens as rows of the product, V with dims as rows. So lanes exchange data only in reductions, and a lane's words are
+// written in 16-, 8- or 4-byte stores.
 //
-// A warp stays for tile after tile: while it works on one, the rows of the next come into shared memory, and what says
-// where the rows of the one after that are. Where a word is shared by two tiles (head dims whose number of steps is not a
-// multiple of 2 or 4), a block is a page instead, its rows come straight into registers, and its codes are put together
-// in shared memory.
+// A warp loops over tiles: while it processes one, the rows of the next are copied into shared memory, and the row indices of
+// the one after that. If a word is shared by two tiles (head dims whose number of steps is not a multiple of 2 or 4), a block
+// is a page instead, its rows are loaded into registers directly, and its codes are assembled in shared memory.
 //
-// A token may also come as codes of another tier, which are rotated already: where there are such, the tile is made of
-// both, by code that keeps out of the others' way.
+// A token may also be given as codes of another tier, which are already rotated: a tile with such tokens is built from both,
+// in separate code that does not slow down the others.
 //
-// What K's scale is fitted with stands on the diagonals of products of the tensor cores. No more is left to them: with V's
-// squares as well, or the butterflies between steps, they are what a tile waits for.
+// The sums for the fit of K's scale are on the diagonals of tensor-core products. Nothing more is done there: with V's
+// squares as well, or the butterflies between steps, a tile would wait for the tensor cores.
 //
-// Rows that are not finite or beyond +-65504 show in the sum of squares; such a tile is done again with every value
+// Rows that are not finite or beyond +-65504 show up in the sum of squares; such a tile is processed again with every value
 // cleaned first. The arithmetic is that of quant/reference.py.
 #include "quantize_coded.cuh"
 #include "quantize_encode.cuh"
@@ -31,18 +30,18 @@ struct Params {
   const char* v;
   unsigned char* pool;
   const void* pages;     // Index [n] destination, in units of 64 bytes
-  const void* source;    // Index [n, tokens of a page] row of k; negative: an empty slot. i64: its first byte, or codes
-  const void* v_source;  // the same for v
+  const void* source;    // Index [n, tokens of a page] row of k; negative: an empty slot. i64: address of the row, or codes
+  const void* v_source;  // same for v
   const int* heads;      // [n]
   const float* centre;   // [m, D], subtracted from K, in the model's space
-  const int* centres;    // [n] row of centre; null: n-th page has none
+  const int* centres;    // [n] row of centre; null: the n-th page has none
   i64 k_head, v_head;  // strides in bytes
   int k_token, v_token;
   int n;
-  Tier tiers[kMaxTiers];  // i64: of the pages that codes come from
+  Tier tiers[kMaxTiers];  // i64: tiers of the pages that codes come from
 };
 
-// A tile of any rows: those to be cleaned, and codes. `rows`: null if none comes as codes.
+// A tile of arbitrary rows: some to be cleaned, some given as codes. `rows`: null if none is given as codes.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void quantize_any(const Source& source, const Centre& centre, const i64* rows,
                                              const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
@@ -62,7 +61,7 @@ __device__ __forceinline__ void quantize_any(const Source& source, const Centre&
   write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
 }
 
-// Out of the way of tiles of plain rows that are fine, which need the registers.
+// Separate from tiles of clean plain rows, which need the registers.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
 __device__ __noinline__ void quantize_rarely(Source source, Centre centre, const i64* rows, const Tier* tiers,
                                              unsigned char* to, int tile, unsigned char* scales) {
@@ -73,7 +72,7 @@ __device__ __noinline__ void quantize_rarely(Source source, Centre centre, const
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
 __device__ __forceinline__ void quantize_side(const Source& source, const Centre& centre, const i64* rows,
                                               const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
-  if constexpr (sizeof(In) == 2) {  // float32 has no fast way
+  if constexpr (sizeof(In) == 2) {  // float32 has no fast path
     if (!kByAddress || !rows) {
       Tile<kSteps> f;
       rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
@@ -90,12 +89,12 @@ __device__ __forceinline__ void quantize_side(const Source& source, const Centre
   }
 }
 
-// A block is a page where its tiles share words, else one warp: warps that start apart load and compute at
+// A block is a page if its tiles share words, else one warp: warps that start at different times load and compute at
 // different times, and so keep both memory and arithmetic busy.
 template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
   static constexpr bool kStaged = !Codes<kKBits, kSteps>::kWhole || !Codes<kVBits, kSteps>::kWhole;
   static constexpr int kThreads = kStaged ? kTiles * 64 : 32;
-  // Blocks a multiprocessor, so that the compiler keeps to 80, 128, 168 or 255 registers: as few as hardly spill.
+  // Blocks per multiprocessor, so that the compiler uses at most 80, 128, 168 or 255 registers: as few as hardly spill.
   static constexpr int kBlocks = kStaged || kSteps > 8 ? 8 / (kThreads / 32)
                                  : sizeof(In) == 4     ? 12
                                  : kSteps <= 4         ? 24
@@ -103,7 +102,7 @@ template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
                                                        : 16;
 };
 
-// One side of the pages: its rows, and where they are quantised to.
+// One side of the pages: its rows, and their destination.
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index, bool kIsV>
 struct Side {
   static constexpr bool kByAddress = sizeof(Index) == 8;
@@ -126,7 +125,7 @@ struct Side {
   }
   __device__ __forceinline__ unsigned char* address(Index page) const { return p.pool + static_cast<i64>(page) * kUnitBytes; }
 
-  // `codes`: where those of the page go.
+  // `codes`: destination of the page's codes.
   template <class Source>
   __device__ __forceinline__ void make(int n, const Source& source, const Centre& centre, bool coded, unsigned char* codes,
                                        unsigned char* page) const {
@@ -140,7 +139,7 @@ struct Side {
     return {!kIsV && p.centres, p.centre + static_cast<i64>(row) * kDim, begin};
   }
 
-  // A tile of one page, by this warp; codes go to shared memory.
+  // This warp's tile of one page; codes go to shared memory.
   __device__ __forceinline__ void once(int n, unsigned char* codes, float* begin, unsigned char* page) const {
     const int head = __ldg(p.heads + n);
     const Centre centre = centre_of(!kIsV && p.centres ? __ldg(p.centres + n) : 0, begin);
@@ -160,8 +159,8 @@ struct Side {
     make(n, source, centre, kByAddress && __any_sync(~0u, coded), codes, page);
   }
 
-  // A tile of page after page: rows of two and what is asked of four are in shared memory. The next rows are asked for before
-  // those of this tile are awaited.
+  // A tile of page after page: rows of two tiles and row indices of four are in shared memory. The next rows are requested
+  // before waiting for those of this tile.
   using Stage = InStage<In, kSteps>;
 
   __device__ __forceinline__ void ask(Asked& asked, int n) const {
@@ -173,14 +172,14 @@ struct Side {
       cp_async_or_zero<4>(shared_address(&asked.head) + (lane - 17) * 4, more + n, true);
   }
 
-  // The centre comes with the rows if it is not that of the tile before.
+  // The centre is copied with the rows if it differs from that of the previous tile.
   __device__ __forceinline__ void copy_centre(float* to, int row) const {
     const float* from = p.centre + static_cast<i64>(row) * kDim;
     for (int dim = (threadIdx.x & 31) * 4; dim < kDim; dim += 128)
       cp_async_or_zero<16>(shared_address(to + dim), from + dim, true);
   }
 
-  // Four lanes copy a row; zeros where it is not plain.
+  // Four lanes copy a row; zeros if it is not plain.
   __device__ __forceinline__ void copy(unsigned to, const Asked& asked) const {
     constexpr int kRow = Stage::Rows::kBytes;
     const int first = Stage::row_to_copy(), chunk = threadIdx.x % 4;
@@ -189,11 +188,11 @@ struct Side {
       const Index row = asked.row[first + 8 * i];
       const bool there = is_plain(row);
       const char* from = row_address(there ? row : 0, asked.head) + chunk * 16;
-      unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
+      unsigned place[2];  // offsets of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
 #pragma unroll
       for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
 #pragma unroll
-      for (int c = 0; c < kRow; c += 64)  // single tokens from anywhere: the rest of a line may be another token's
+      for (int c = 0; c < kRow; c += 64)  // single tokens from anywhere: the rest of a line may belong to another token
         if (c + 64 <= kRow || c + chunk * 16 < kRow)
           cp_async_or_zero<16, !kByAddress>(place[c / 64 % 2] + c / 128 * 128, from + c, there);
     }
@@ -206,7 +205,7 @@ struct Side {
     const bool centred = !kIsV && p.centres;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
     float* begin = reinterpret_cast<float*>(asked + 4);
-    float* centres = begin + 2 * kDim;  // of two tiles
+    float* centres = begin + 2 * kDim;  // centres of two tiles
     if (!kIsV && !centred) begin_with_nothing<kSteps>(begin);
     ask(asked[0], n);
     commit_group();
@@ -219,8 +218,8 @@ struct Side {
     commit_group();
 #pragma unroll 1
     for (int i = 0; n < end; n += step, i++) {
-      wait_group<1>();  // what was asked, before the last rows
-      __syncwarp();     // also: what was read of the tile before may be written over
+      wait_group<1>();  // row indices, requested before the last rows
+      __syncwarp();     // also: data of the previous tile may be overwritten
       if (n + 2 * step < end) ask(asked[(i + 2) % 4], n + 2 * step);
       commit_group();
       const Asked &current = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
@@ -242,7 +241,7 @@ struct Side {
   }
 };
 
-// Index: int, or i64 for rows and pages that lie anywhere, given by their addresses.
+// Index: int, or i64 for rows and pages given by address.
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index = int,
           int kSteps = kDim / 16, int kTiles = kTokens / 16>
 __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThreads,
@@ -264,8 +263,8 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
       *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(shared + i);
   } else {
-    // First K, then V in rounds of which each takes half of what is left, so that all warps end at about the same time.
-    // Tiles of a page are made side by side: what they have in common of a sector is put together in L2.
+    // First K, then V in rounds, each of which handles half of the rest, so that all warps end at about the same time.
+    // Tiles of a page are processed together: sectors that they share are merged in L2.
     const int tile = blockIdx.x % kTiles, n = blockIdx.x / kTiles, step = gridDim.x / kTiles, round = blockIdx.y - 1;
     const int left = (p.n + step - 1) / step;
     if (round < 0) {

@@ -1,4 +1,4 @@
-// Tokens of a tile that come as codes of another tier: decoded into the tile's registers, where rotated rows are.
+// Tokens of a tile given as codes of another tier: decoded into the tile's registers, where rotated rows are.
 #pragma once
 #include "coded.cuh"
 #include "planes.cuh"
@@ -8,7 +8,7 @@ struct Tier {
   int k_bits, v_bits, v_offset, scale_offset;
 };
 
-// The tokens of a lane that come as codes.
+// Tokens of a lane given as codes.
 template <int kDim, int kTokens, bool kIsV>
 struct Coded {
   static constexpr int kSteps = kDim / 16, kRows = TileTokens<kIsV>::kRows;
@@ -33,7 +33,7 @@ struct Coded {
     }
   }
 
-  // The scale of the lane's own token if its codes have as many bits as they will have, else -1.
+  // Scale of the lane's own token if its codes keep their number of bits, else -1.
   __device__ __forceinline__ int kept(int wanted) const {
     const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 4) * 2 + (lane >> 3 & 1) : lane >> 1 & 1;
     int same_width = -1;
@@ -57,8 +57,8 @@ struct Coded {
       }
   }
 
-  // Values of tokens with kBits bits, `times` as long, to where they stand in the tile; the words of two tokens are on
-  // their way together.
+  // Decodes tokens with kBits bits, times `times`, to their place in the tile; the words of two tokens are in flight
+  // together.
   template <int kBits>
   __device__ __forceinline__ void put(Tile<kSteps>& f, float times) const {
     constexpr int kWords = words_per_lane(kBits, kSteps * (kTokens / 16)), kWidth = kBits == 3 ? 2 : kBits;

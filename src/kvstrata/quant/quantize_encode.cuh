@@ -33,12 +33,12 @@ __device__ __forceinline__ unsigned clamp_halves(unsigned x, int largest) {
 }
 
 // Tokens in a tile's fragments. A lane has values of several: K: tokens g + 8 (r % 2), shared by the 4 lanes of equal g;
-// V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token of its
-// own; `spread` sends its result back to all lanes.
+// V: tokens 2t + half + 8 (r / 2), shared by the 8 lanes of equal t. Reductions leave each lane with one token;
+// `spread` sends its result back to all lanes.
 template <bool kIsV> struct TileTokens {
   static constexpr int kRows = kIsV ? 4 : 2;
   static __device__ __forceinline__ constexpr int row(int r, int half) { return kIsV ? (r >> 1) * 2 + half : r & 1; }
-  // The lane's own token in the tile, and whether of the lanes that have it this one writes.
+  // The lane's own token in the tile, and whether this lane writes it.
   static __device__ __forceinline__ int token() {
     const int lane = threadIdx.x & 31;
     return kIsV ? 2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4) : (lane >> 2) + 8 * (lane >> 1 & 1);
@@ -67,12 +67,12 @@ template <bool kIsV> struct TileTokens {
 };
 
 __device__ __forceinline__ float sum_of(float a, float b) { return a + b; }
-// Of magnitudes, compared as integers: a NaN counts as the largest.
+// For magnitudes, compared as integers: a NaN counts as the largest.
 __device__ __forceinline__ float larger(float a, float b) {
   return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
 }
 
-// Correctly rounded for what lies well within the normal range, without the branch that the other values need.
+// Correctly rounded well within the normal range, without the branch that other values need.
 __device__ __forceinline__ float square_root(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
@@ -95,12 +95,12 @@ __device__ __forceinline__ float step_of(float measure) {
   return __fmul_rn(square_root(fmaxf(mean, 1e-20f)), gaussian_step<kBits>());
 }
 
-// What the scale of a token is fitted with: its values times their levels, and levels squared. Levels come as pairs of
+// Sums for the fit of a token's scale: its values times their levels, and levels squared. Levels are pairs of
 // fp16, times 2^-9.
 template <int kBits, int kSteps, bool kIsV>
 struct Fit {
   using G = TileTokens<kIsV>;
-  // Squares are added up as fp16, exactly: as multiples of 2^-20 that stay below 2048 of them.
+  // Squares are summed in fp16, exactly: as multiples of 2^-20 below 2048 of them.
   static constexpr bool kHalves = kBits < 8;
   static constexpr int kLargestSquare = ((1 << kBits) - 1) * ((1 << kBits) - 1);
   static constexpr int kSums = kHalves ? (2 * kSteps * kLargestSquare + 2047) / 2048 : 1;
@@ -125,7 +125,7 @@ struct Fit {
     }
   }
 
-  // Of the lane's own token, times 2^-9.
+  // For the lane's own token, times 2^-9.
   __device__ __forceinline__ float scale() {
     if constexpr (kHalves)
 #pragma unroll
@@ -139,12 +139,12 @@ struct Fit {
   }
 };
 
-// The lane that has element (g, g) of a product of 8 tokens with themselves; a lane's is its first, or its second if g
-// is odd.
+// The lane that has element (g, g) of a product of 8 tokens with themselves; it is the lane's first element, or its second
+// if g is odd.
 __device__ __forceinline__ int diagonal_lane(int token) { return token % 8 * 4 + token % 8 / 2; }
 
-// The same for K by the tensor cores: rows of A are the values of 8 tokens, as fp16, and their levels; columns of B are
-// their levels. What is wanted is on two diagonals, in one lane of every four: of tokens g and g + 8.
+// Same for K on the tensor cores: rows of A are the values of 8 tokens, as fp16, and their levels; columns of B are
+// their levels. The results are on two diagonals, in one lane of every four: for tokens g and g + 8.
 struct FitByProducts {
   float c[2][4] = {};
 
@@ -168,7 +168,7 @@ struct FitByProducts {
   }
 };
 
-// Both, where rows of a tile may be too long for fp16: what a token's scale is does not depend on the others.
+// Both, for tiles whose rows may be too long for fp16: a token's scale must not depend on the others.
 template <int kBits, int kSteps>
 struct FitEither {
   Fit<kBits, kSteps, false> sums;
@@ -180,7 +180,7 @@ struct FitEither {
   }
 };
 
-// Rotated rows to codes, and what scales are fitted with. `step`: of the lane's own token.
+// Rotated rows to codes, and the sums for the fit of scales. `step`: of the lane's own token.
 template <int kBits, int kSteps, bool kIsV, class F>
 __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<kBits, kSteps>& codes, F& fit) {
   using G = TileTokens<kIsV>;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
       const unsigned first = __float_as_uint(__fmaf_rd(f[s][r][0], inverse[G::row(r, 0)], kMagic + kLevels / 2));
       const unsigned second = __float_as_uint(__fmaf_rd(f[s][r][1], inverse[G::row(r, 1)], kMagic + kLevels / 2));
       p[r] = clamp_halves(__byte_perm(first, second, 0x5410), kLevels - 1);
-      // Exactly: codes are subnormal numbers of fp16.
+      // Exact: codes are fp16 subnormals.
       levels[r] = fma_pair(f16{}, p[r], 0x78007800u, (kMiddle | kMiddle << 16) ^ 0x80008000u);
     }
     fit.add(s, f[s], levels);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
   }
 }
 
-// What the step of the lane's own token is made of: the sum of squares, or for 8 bit the largest magnitude.
+// Measure for the step of the lane's own token: the sum of squares, or for 8 bit the largest magnitude.
 template <int kBits, int kSteps, bool kIsV>
 __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
   using G = TileTokens<kIsV>;
@@ -224,8 +224,8 @@ __device__ __forceinline__ float measure_rows(const Tile<kSteps>& f) {
   else return G::reduce(part, sum_of);
 }
 
-// Whether a row can be trusted to have been finite and within +-65504 before the rotation, which preserves the norm but
-// for `factor`, and is so after it. False for NaN.
+// True if a row is known to have been finite and within +-65504 before the rotation, which preserves the norm up to
+// `factor`, and is so after it. False for NaN.
 template <int kBits>
 __device__ __forceinline__ bool is_fine(float measure, float factor) {
   constexpr float kLongest = 16.f;  // the largest sqrt(D), and 1 / factor
@@ -244,7 +244,7 @@ struct SomeTokens {
   }
 };
 
-// The codes of a tile's tokens in its page.
+// Writes the codes of a tile's tokens to its page.
 template <int kTiles, bool kIsV, int kBits, int kSteps, class Tokens>
 __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, unsigned char* to, int tile, const Tokens& tokens) {
   if constexpr (Tokens::kAll) {
@@ -269,9 +269,9 @@ __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, u
   }
 }
 
-// Rotated rows to codes and scales in the page. `kFine`: rows that are fine, all of them. `kept`: a scale of the lane's own
-// token that stays, and with it the codes that the row was made of (where it is zero and so is the row, they become the
-// middle); negative if there is none.
+// Rotated rows to codes and scales in the page. `kFine`: all rows are clean. `kept`: a scale of the lane's own token that is
+// kept, and with it the codes that the row came from (if it is zero and so is the row, they become the middle); negative
+// if there is none.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kFine, class Tokens = AllTokens>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, float measure, int kept, unsigned char* to, int tile,
                                            unsigned char* scales, const Tokens& tokens = Tokens{}) {

@@ -1,16 +1,16 @@
-// K and V rows of long prompts into pages that an engine owns: a warp makes one side and KV head of window after window of
+// K and V rows of long prompts into pages that an engine owns: a warp processes one side and KV head of consecutive windows of
 // 16 tokens (quantize_runs.cuh).
 //
 //   slots of a window --is there a run of 16?--> its rows in shared memory --> codes, stored in wide accesses
 //
-// As in quantize.cu, a warp stays: while it works on one tile, the rows of the next come into shared memory, and the slots
-// of the window after that. A prompt may begin amid a tile; its windows then have one run of 16 each all the same. Windows of
-// other runs (the ends of a prompt, single tokens) are made run by run, from memory, out of the way of the others.
+// As in quantize.cu, a warp loops over tiles: while it processes one, the rows of the next are copied into shared memory, and
+// the slots of the window after that. A prompt may begin inside a tile; its windows still have one run of 16 each. Windows with
+// other runs (the ends of a prompt, single tokens) are processed run by run, from memory, in separate code.
 #include "quantize_runs.cuh"
 
 constexpr int kWindow = 16;
 
-// The runs of a window that is no whole tile.
+// The runs of a window that is not a whole tile.
 template <class S>
 __device__ __noinline__ void write_other(const Params& p, int head, int first, unsigned char* rows, unsigned char* zeros,
                                          Centre centre) {
@@ -23,7 +23,7 @@ struct Prompt {
   using Stage = InStage<In, S::kSteps>;
   const S& side;
 
-  // A window whose runs are one of 16 tokens; slot < 0: one of other runs.
+  // A window with one run of 16 tokens; slot < 0: one with other runs.
   struct Whole {
     int slot = -1, first = 0;
   };
@@ -45,7 +45,7 @@ struct Prompt {
     const char* from = side.row(token) + first * side.stride() + chunk * 16;
 #pragma unroll
     for (int i = 0; i < 2; i++, from += 8 * side.stride()) {
-      unsigned place[2];  // of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
+      unsigned place[2];  // offsets of chunks 0 to 3 and 4 to 7; eight chunks further is 128 bytes further
 #pragma unroll
       for (int half = 0; half < 2; half++) place[half] = to + Stage::Rows::offset(first + 8 * i, chunk + 4 * half);
 #pragma unroll
@@ -65,7 +65,7 @@ struct Prompt {
     ask(slots, n);
     if (n + step < end) ask(slots + 32, n + step);
     commit_group();
-    // The rows of the first tile do not wait for its slots: most likely it begins with its window.
+    // The rows of the first tile are loaded without waiting for its slots: most likely it begins with its window.
     const bool early = (n + 1) * kWindow <= side.p.tokens;
     if (early) copy(shared_address(shared), n * kWindow);
     commit_group();
@@ -73,7 +73,7 @@ struct Prompt {
     __syncwarp();
     Whole current = whole(slots, n);
     if (current.slot >= 0 && !(early && current.first == n * kWindow)) {
-      wait_group<0>();  // copies have no order
+      wait_group<0>();  // copies are unordered
       __syncwarp();
       copy(shared_address(shared), current.first);
       commit_group();
@@ -81,7 +81,7 @@ struct Prompt {
 #pragma unroll 1
     for (int i = 0; n < end; n += step, i++) {
       wait_group<1>();  // the next slots, before the last rows
-      __syncwarp();     // also: what was read of the tile before may be written over
+      __syncwarp();     // also: data of the previous tile may be overwritten
       if (n + 2 * step < end) ask(slots + i % 2 * 32, n + 2 * step);
       commit_group();
       Whole next;

@@ -1,4 +1,4 @@
-// Plain rows of a tile, in memory or in shared memory, to rotated ones in registers.
+// Plain rows of a tile, in global or shared memory, to rotated rows in registers.
 #pragma once
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -16,13 +16,13 @@ __device__ __forceinline__ float quad_value(const typename Quad<In>::type& q, in
   else return to_float(In{static_cast<unsigned short>((i < 2 ? q.x : q.y) >> (i % 2 * 16))});
 }
 
-// Where a lane finds its two rows of a side, tokens g and g + 8 of the tile: dims 4t .. 4t + 3 of every step.
+// Addresses of a lane's two rows of a side, tokens g and g + 8 of the tile: dims 4t .. 4t + 3 of every step.
 template <class In>
 struct InMemory {
   static constexpr bool kByMatrix = false;
   using Raw = typename Quad<In>::type;
   const char* row[2];
-  bool there[2];  // else an empty slot, or codes
+  bool there[2];  // false: an empty slot, or codes
 
   __device__ __forceinline__ Raw load(int step, int i) const {
     Raw raw{};
@@ -40,7 +40,7 @@ struct InMemory {
   }
 };
 
-// In shared memory, where rows that are not there are zeros.
+// In shared memory, where absent rows are zeros.
 template <class In, int kSteps>
 struct InStage {
   static constexpr bool kByMatrix = sizeof(In) == 2;
@@ -54,7 +54,7 @@ struct InStage {
     const int g = (threadIdx.x & 31) >> 2, byte = (16 * step + 4 * (threadIdx.x & 3)) * sizeof(In);
     return *reinterpret_cast<const Raw*>(rows + Rows::offset(g + 8 * i, byte / 16) + byte % 16);
   }
-  // The same as the product takes it, where dims 2t, 2t + 1, 2t + 8, 2t + 9 are a lane's.
+  // The same in operand order, where a lane has dims 2t, 2t + 1, 2t + 8, 2t + 9.
   template <bool kIsV>
   __device__ __forceinline__ void load_operand(uint2 (&raw)[2], int step) const {
     const unsigned lane = threadIdx.x & 31;
@@ -65,20 +65,20 @@ struct InStage {
     raw[0] = make_uint2(m[0], kIsV ? m[1] : m[2]);
     raw[1] = make_uint2(kIsV ? m[2] : m[1], m[3]);
   }
-  // Of rows 0 to 7, the one that this lane and three others copy: two rows of eight lanes stand in different banks.
+  // The one of rows 0 to 7 that this lane and three others copy: two rows of eight lanes are in different banks.
   static __device__ __forceinline__ int row_to_copy() {
     const int i = (threadIdx.x & 31) >> 2;
     return Rows::kTogether == 8 ? (i >> 1) + (i & 1) * 4 : i;
   }
 };
 
-// What comes off K. Whether there is one is asked of the arguments, not of the address: the machine code that asked an
-// address which may be null (NVRTC 13.0, sm_90) reads it sooner after it is cleared than elsewhere; see
+// The centre subtracted from K. Whether there is one is read from the arguments, not from the address: machine code that tested
+// an address which may be null (NVRTC 13.0, sm_90) read it sooner after it was cleared than elsewhere; see
 // tests/test_machine_code.py.
 struct Centre {
   bool there;
   const float* plain;  // in the model's space
-  const float* begin;  // what the products of rows begin with, in shared memory; zeros if there is none
+  const float* begin;  // initial accumulators of the products of rows, in shared memory; zeros if there is none
 };
 
 template <int kSteps>
@@ -89,8 +89,8 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
     for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
 }
 
-// What the products of K's rows begin with: the centre through the butterflies that they do, negative. Every two dims
-// stand there twice, for tokens g and g + 8, as an accumulator has them.
+// Initial accumulators of the products of K's rows: the centre after the same butterflies, negated. Every two dims
+// are there twice, for tokens g and g + 8, in accumulator order.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ void begin_products(float* begin, const float* centre) {
   constexpr int kDim = 16 * kSteps, kLanes = kRotate ? 4 : 0;  // of four dims each
@@ -130,7 +130,7 @@ __device__ __forceinline__ void begin_with_nothing(float* begin) {
   __syncwarp();
 }
 
-// Rows of 16-bit values to rotated ones, of K less the centre. Empty slots are zero.
+// Rows of 16-bit values to rotated ones, K minus the centre. Empty slots are zero.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre) {
   unsigned h[2][2];
@@ -165,7 +165,7 @@ __device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& sourc
   }
 }
 
-// The same with every value centred and cleaned before the rotation, as the reference does it.
+// Same with every value centred and cleaned before the rotation, as in the reference.
 template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
   unsigned h[2][2];

@@ -1,12 +1,11 @@
-// K and V rows of any tokens into pages that an engine owns, a run at a time: what quantize_tokens.cu and quantize_prompt.cu
-// share.
+// K and V rows of any tokens into pages that an engine owns, one run at a time; shared by quantize_tokens.cu and
+// quantize_prompt.cu.
 //
-// slot = block * block_size + offset. A run is tokens of one call whose slots follow each other within a tile of 16 slots;
-// the warp whose window has a run's first token makes all of it. A prompt is runs of 16, a decode step runs of one. What a
-// token's codes and scale are depends on its row alone: every run goes through the arithmetic of whole tiles
-// (quantize_encode.cuh), with zeros for tokens that are not in it. A whole tile is stored as it is. Else the fields of the
-// run's tokens are replaced one by one, since words and bytes have fields of several tokens and other warps may write
-// theirs at the same time.
+// slot = block * block_size + offset. A run is tokens of one call with consecutive slots within a tile of 16 slots; the warp
+// whose window has a run's first token processes all of it. A prompt consists of runs of 16, a decode step of runs of one. A
+// token's codes and scale depend only on its row: every run uses the arithmetic of whole tiles (quantize_encode.cuh), with
+// zeros for absent tokens. A whole tile is stored as it is. Otherwise the fields of the run's tokens are replaced one by one,
+// since words and bytes have fields of several tokens and other warps may write theirs at the same time.
 #pragma once
 #include "cp_async.cuh"
 #include "pdl.cuh"
@@ -25,19 +24,19 @@ struct Params {
   i64 k_token, k_head, v_token, v_head;             // strides in bytes
   i64 block_stride, head_stride, slot_stride;       // of pages in bytes, of slot_mapping in elements
   int tokens, slots, block_size, heads;
-  int window;        // tokens whose runs a warp makes, up to 16
+  int window;        // tokens whose runs a warp processes, up to 16
   int shift;         // x / block_size is x * inverse / 2^32 / 2^shift, for any slot
   unsigned inverse;
 };
 
-// Slots of a window, a lane each: lane 0 has that of the token before it, and those behind the window's are of the 15 tokens
-// after it.
+// Slots of a window, one per lane: lane 0 has that of the token before it, and the lanes after the window have those of the 15
+// tokens after it.
 struct Window {
   int own;          // -1: padding
   unsigned follow;  // lanes whose token continues the run of the one before
   unsigned starts;  // lanes of the window where a run begins
 
-  // `slot`: of the lane's token, any number where there is none; `first` and `tokens`: of the window.
+  // `slot`: of the lane's token, any number if there is none; `first` and `tokens`: of the window.
   template <class Slot>
   __device__ __forceinline__ Window(Slot slot, const Params& p, int first, int tokens) {
     const int lane = threadIdx.x & 31;
@@ -56,7 +55,7 @@ struct Window {
   __device__ __forceinline__ int count(int start) const { return __ffs(~(start < 31 ? follow >> (start + 1) : 0u)); }
 };
 
-// A slot's page of one head, and its tile in there.
+// A slot's page of one head, and its tile in the page.
 template <int kTokens, int kPageBytes>
 struct Place {
   unsigned char* page;
@@ -70,8 +69,8 @@ struct Place {
   }
 };
 
-// Rows of a run in shared memory, token after token. A row of zeros stands for those of the tile's tokens that are not in it.
-// Operands as ldmatrix has them, so that a row gives the same sums as in a whole tile (InStage).
+// Rows of a run in shared memory, token by token. A row of zeros represents the tokens of the tile that are not in the run.
+// Operands are in ldmatrix order, so that a row gives the same sums as in a whole tile (InStage).
 template <class In, int kSteps>
 struct InRun {
   static constexpr bool kByMatrix = sizeof(In) == 2;
@@ -104,7 +103,7 @@ struct InRun {
     raw[0] = make_uint2(m[0], kIsV ? m[1] : m[2]);
     raw[1] = make_uint2(kIsV ? m[2] : m[1], m[3]);
   }
-  // Rows `first` to `end` of a run into shared memory; its first token's is at `from`, the next `stride` bytes further.
+  // Copies rows `first` to `end` of a run to shared memory; its first token is at `from`, the next `stride` bytes further.
   static __device__ __forceinline__ void copy(unsigned char* rows, const char* from, i64 stride, int first, int end) {
     for (int i = first * Rows::kChunks + static_cast<int>(threadIdx.x & 31); i < end * Rows::kChunks; i += 32) {
       const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
@@ -117,7 +116,7 @@ struct InRun {
   }
 };
 
-// K rows times 1 / balance, less the centre, cleaned and rotated; in float32.
+// K rows times 1 / balance, minus the centre, cleaned and rotated; in float32.
 template <class In, int kSteps, bool kRotate, class Source>
 __device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const Source& source, const Centre& centre,
                                                 const float* balance) {
@@ -144,7 +143,7 @@ __device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const Source& s
   rotate_steps<kSteps, kRotate>(f);
 }
 
-// A tile with a row that is not fine: rows that are keep what rotate_rows made of them.
+// A tile with a row that has to be cleaned: clean rows keep the result of rotate_rows.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
 __device__ __noinline__ void write_rarely(Source source, Centre centre, unsigned char* to, int tile, unsigned char* scales,
                                           SomeTokens tokens) {
@@ -187,11 +186,11 @@ struct Side {
     return kIsV ? p.v + token * p.v_token + head * p.v_head : p.k + token * p.k_token + head * p.k_head;
   }
   __device__ __forceinline__ i64 stride() const { return kIsV ? p.v_token : p.k_token; }
-  // Address of the slot of the lane's token in the window that begins with token `first`; of another where there is none.
+  // Address of the slot of the lane's token in the window that begins with token `first`; any other if there is none.
   __device__ __forceinline__ const Slot* slot_address(int first) const {
     return static_cast<const Slot*>(p.slot_mapping) + (Window::has_token(p, first) ? Window::token(first) : 0) * p.slot_stride;
   }
-  // What the products of K's rows begin with.
+  // Initial accumulators of the products of K's rows.
   __device__ __forceinline__ Centre centre(float* begin) const {
     const Centre out{!kIsV && p.centre, p.centre + head * kDim, begin};
     if constexpr (!kIsV) {
@@ -227,7 +226,7 @@ struct Side {
     }
   }
 
-  // The runs that begin in a window, one after the other. `copied`: rows of the first run that are on their way already.
+  // The runs that begin in a window, one after the other. `copied`: rows of the first run that are already in flight.
   __device__ __forceinline__ void write_runs(const Window& window, int first, int copied, unsigned char* rows,
                                              unsigned char* zeros, const Centre& centre) const {
     for (unsigned starts = window.starts; starts; starts &= starts - 1) {
@@ -238,7 +237,7 @@ struct Side {
       wait_group<0>();
       __syncwarp();
       write(Rows(rows, zeros, tokens), centre, slot, tokens);
-      __syncwarp();  // the next run's rows come to the same place
+      __syncwarp();  // the next run's rows go to the same memory
     }
   }
 };

@@ -1,11 +1,11 @@
-// quantize_tokens.cu with unquantised rows beside the pages: the newest, unfinished page of a request stays in its tail, and
-// is packed when its last token comes; its first tokens are kept as sink rows, too (store/packed/plain_rows.py).
+// quantize_tokens.cu with unquantised rows in addition to the pages: the newest, unfinished page of a request stays in its tail,
+// and is packed when its last token is stored; its first tokens are also kept as sink rows (store/packed/plain_rows.py).
 //
 //   page unfinished   run of rows ---------------------> tail
 //   page finished     tokens of the tile in the tail,
 //                     then the run's rows  ------------> codes, stored as a whole tile
 //
-// Position p is row p % tail_tokens of the tail: of a call, the last tail_tokens positions stay there. A row that a page is
+// Position p is row p % tail_tokens of the tail: the last tail_tokens positions of a call stay there. A row that a page is
 // packed from may have to hold a new token after that: the warp that read it then copies that token, and no other does.
 #include "quantize_runs.cuh"
 
@@ -30,7 +30,7 @@ struct Request {
   int first = 0, count = 0;  // its rows in the call
   int length = 0, begin = 0;  // begin: position of its first row
   int tail = -1, sinks = -1;  // slots
-  int older = 0;              // positions of the page of its first row that come from the tail: 0 if it is not finished
+  int older = 0;              // positions of the page of its first row that come from the tail: 0 if the page is not completed
 
   // Called by whole warps.
   __device__ __forceinline__ Request(const TailParams& p, int row) {
@@ -87,7 +87,7 @@ struct Tailed {
     __syncwarp();
   }
 
-  // The request of a row. Where its first row has no slot, nothing says where that row's page is, and none is finished.
+  // The request of a row. If its first row has no slot, the page of that row is unknown, and none is completed.
   __device__ __forceinline__ Request request_of(int row) const {
     Request r(p, row);
     const int in_page = r.begin % kPage;
@@ -97,7 +97,7 @@ struct Tailed {
     return r;
   }
 
-  // Newer tokens to the rows of tokens `from` to `end` of the page of the request's first row, which were read.
+  // Copies newer tokens to the rows of tokens `from` to `end` of the page of the request's first row, which have been read.
   __device__ __forceinline__ void replace(const Request& r, int from, int end) const {
     const int page = r.begin - r.begin % kPage;
     for (int token = from; token < end; token++) {
@@ -112,8 +112,8 @@ struct Tailed {
     }
   }
 
-  // A tile of the page of row `row`: `before` tokens from the tail, then `count` rows, of which `copied` are on their way to
-  // shared memory. `slot`: of the first of those rows or, if there are none, of the tile.
+  // A tile of the page of row `row`: `before` tokens from the tail, then `count` rows, `copied` of which are already being
+  // copied to shared memory. `slot`: of the first of those rows or, if there are none, of the tile.
   __device__ __forceinline__ void write_tile(const Request& r, int row, int slot, int before, int count, int copied,
                                              const Centre& centre) const {
     const int position = r.begin + row - r.first, page = position - position % kPage, first = slot % kPage - before % 16;
@@ -128,13 +128,13 @@ struct Tailed {
     if (r.tail >= 0) {
       const int of_first = r.begin - r.begin % kPage;
       for (int i = max(0, r.length - p.tail.tokens - position); i < count; i++)
-        if ((position + i - of_first) % p.tail.tokens >= r.older)  // else replace() does
+        if ((position + i - of_first) % p.tail.tokens >= r.older)  // otherwise replace() does
           keep(place(p.tail, r.tail, (position + i) % p.tail.tokens), before + i);
     }
     if (r.sinks >= 0)
       for (int i = 0; i < count && position + i < p.sinks.tokens; i++) keep(place(p.sinks, r.sinks, position + i), before + i);
     if (before) replace(r, first, first + before);
-    __syncwarp();  // the next rows come to the same place
+    __syncwarp();  // the next rows go to the same memory
   }
 
   __device__ __forceinline__ void write_window(int part, float* begin) const {
@@ -144,16 +144,16 @@ struct Tailed {
     Rows::clear(zeros);
     if (!window.starts) return;
     const Centre centre = side.centre(begin);
-    // The row of the window's first token is on its way; nothing else may come to its place before it has arrived.
+    // The row of the window's first token is in flight; its memory must not be reused before it has arrived.
     bool copied = window.starts & 2;
     if (!copied) arrive();
     for (unsigned starts = window.starts; starts; starts &= starts - 1) {
       const int start = __ffs(starts) - 1;
       int slot = window.slot_of(start), row = first - 1 + start;
-      for (int left = window.count(start); left;) {  // a run of two requests, where neither has a tail
+      for (int left = window.count(start); left;) {  // a run of two requests, if neither has a tail
         const Request r = request_of(row);
         const int count = min(left, r.first + r.count - row), tile = slot % kPage / 16;
-        const bool finishes = row == r.first && r.older;  // its page: the tiles before come from the tail
+        const bool finishes = row == r.first && r.older;  // completes its page: the tiles before come from the tail
         if (finishes && copied) {
           arrive();
           copied = false;
@@ -173,7 +173,7 @@ struct Tailed {
   }
 };
 
-// Blocks a multiprocessor: fewer than those of quantize_tokens.cu, since more is kept in registers.
+// Blocks per multiprocessor: fewer than in quantize_tokens.cu, since more is kept in registers.
 template <class In, int kDim, bool kBalance>
 constexpr int kBlocksOfTail = kDim > 64 || sizeof(In) == 4 || kBalance ? 8 : 12;
 

@@ -1,8 +1,8 @@
-// K and V rows of a decode step or a short prompt into pages that an engine owns: a warp makes one side and KV head of the
+// K and V rows of a decode step or a short prompt into pages that an engine owns: a warp processes one side and KV head of the
 // runs that begin in its window (quantize_runs.cuh).
 //
-// A window is one token as long as there are warps enough. The row of its first token is asked for together with the slots,
-// not after them: if that is a run, as in a decode step, nothing waits for memory twice.
+// A window is one token as long as there are enough warps. The row of its first token is requested together with the slots,
+// not after them: if it starts a run, as in a decode step, nothing waits for memory twice.
 #include "quantize_runs.cuh"
 
 template <class S>
@@ -14,7 +14,7 @@ __device__ __forceinline__ void write_window(const S& side, unsigned char* rows,
   const Window window(*side.slot_address(first), side.p, first, side.p.window);
   Rows::clear(zeros);
   if (!window.starts) return;
-  if (!(window.starts & 2)) {  // asked for in vain; copies have no order, and another row will come to its place
+  if (!(window.starts & 2)) {  // not needed after all; copies are unordered, and another row will go to its memory
     commit_group();
     wait_group<0>();
     __syncwarp();
@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_window(const S& side, unsigned char* rows,
   side.write_runs(window, first, 1, rows, zeros, side.centre(begin));
 }
 
-// Blocks a multiprocessor, so that the compiler keeps to 80, 128, 168 or 255 registers: as few as hardly spill.
+// Blocks per multiprocessor, so that the compiler uses at most 80, 128, 168 or 255 registers: as few as hardly spill.
 template <class In, int kDim, bool kBalance>
 constexpr int kBlocksOfTokens = kDim > 128 ? 8 : sizeof(In) == 4 || kBalance ? 10 : kDim <= 64 ? 20 : 12;
 

@@ -1,6 +1,7 @@
-"""Quantisation in plain torch: what the kernels are compared with, and the CPU path.
+"""Quantisation in plain torch: the reference for the kernels, and the CPU path.
 
-A row is D values of one token and KV head. Its way into codes, every operation in float32, rounded to nearest even:
+A row is D values of one token and KV head. It is quantised as follows, every operation in float32, rounded to nearest
+even:
 
     clean    x = row - centre (K, where the format has one); NaN becomes 0; clamped to +-65504
     rotate   butterflies in the order of `layout.rotation`
@@ -10,10 +11,9 @@ A row is D values of one token and KV head. Its way into codes, every operation 
              clamped to 0 .. 65504, rounded to fp16
     decode   c * scale, which float32 holds exactly
 
-The sums may be taken in any order, so steps and scales agree between backends up to rounding; on the CPU it is that of
-`row_sum`, with numba or without. Given x and step, codes agree bit for bit: ``inv`` is rounded once and the floor is
-that of the exact product.
-The reasons and the measurements behind these rules are in docs/formats.md.
+The sums may be taken in any order, so steps and scales agree between backends up to rounding; on the CPU it is the
+order of `row_sum`, with or without numba. Given x and step, codes agree bit for bit: ``inv`` is rounded once and the
+floor is that of the exact product. docs/formats.md has the reasons for these rules and the measurements behind them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from kvstrata.layout import fragments, rotation, rows, scales
 from kvstrata.layout.format import Format
 
 BACKENDS = ("auto", "reference")
-LARGEST = 65504.0  # of fp16: rows are clamped to it, scales saturate at it
+LARGEST = 65504.0  # largest fp16: rows are clamped to it, scales saturate at it
 SMALLEST_STEP = 2.0**-24  # the smallest fp16 above zero: 1 / step stays finite, and a row of zeros needs no branch
 # The step with the least squared error for a unit Gaussian and 2^bits mid-rise levels.
 GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.0308}
-# The row that comes closest is shorter than the row: its error e is orthogonal to it. In an output, a sum over tokens,
-# errors average out and shortness does not, so pages hold longer rows: K's by (1 - e)^-1/2, which restores the norm, or
-# tokens of fewer bits would get lower scores than those of more; V's by (1 - e)^-3/4, between that and unbiased.
+# The closest row of codes is shorter than the row itself, since its error e is orthogonal to it. In an output, a sum
+# over tokens, errors average out but a shorter norm does not, so scales have a gain: for K (1 - e)^-1/2, which restores
+# the norm, otherwise tokens with fewer bits would get lower scores; for V (1 - e)^-3/4, between that and unbiased.
 K_GAIN = {2: 1.0653, 3: 1.0193, 4: 1.0058, 8: 1.0}
 V_GAIN = {2: 1.0995, 3: 1.0291, 4: 1.0087, 8: 1.0}
 
 
 def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
-    """``x - centre`` in float32 without anything that is not finite: NaN becomes 0, the rest is clamped to +-65504."""
+    """``x - centre`` in float32, all finite: NaN becomes 0, the rest is clamped to +-65504."""
     x = x.detach().float()
     if centre is not None:
         x = x - centre.detach().float()
@@ -46,7 +46,7 @@ def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sums of rows ``[..., D]`` by halves: the second half is added to the first, as long as there are two."""
+    """Pairwise tree sum of rows ``[..., D]``: the second half is added to the first until one value is left."""
     while x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -57,7 +57,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def step_of(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The width of a level for rows ``x [..., D]``: float32 ``[...]``, positive."""
+    """Step between levels for rows ``x [..., D]``: float32 ``[...]``, positive."""
     fragments.check_bits(bits)
     if bits == 8:
         step = x.abs().amax(-1) * (2 / 255)
@@ -80,7 +80,7 @@ def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def refit(x: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0) -> torch.Tensor:
-    """The fp16 scales ``[...]`` with which these codes come closest to the rows, times ``gain``."""
+    """The fp16 scales ``[...]`` that fit the rows best with these codes, times ``gain``."""
     c = levels(codes, bits)
     # Levels are at least 1/2 in magnitude: the divisor is never 0, and up to D = 256 it is exact.
     scale = row_sum(x * c) / c.square().sum(-1) * gain
@@ -88,7 +88,7 @@ def refit(x: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0) ->
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """float32 rows ``[..., D]`` from codes and fp16 scales ``[...]``; no rounding happens here."""
+    """float32 rows ``[..., D]`` from codes and fp16 scales ``[...]``, without rounding."""
     return levels(codes, bits) * scale.float().unsqueeze(-1)
 
 
@@ -108,7 +108,7 @@ def quantize_plain(
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 to ``dtype``, saturated: what was finite stays finite."""
+    """float32 to ``dtype``, saturating: finite values stay finite."""
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a floating-point type, got {dtype}")
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
@@ -119,7 +119,7 @@ def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torc
     """The model's rows, ``k, v [..., P, D]``, to pages uint8 ``[..., page_bytes]``.
 
     ``centre`` broadcasts against ``k`` (``[D]`` for one head) and is only for a format with ``centre``; None is zero
-    there. A page that is not full takes any rows for the rest. Plain formats copy the rows' bits.
+    there. A page that is not full takes arbitrary rows for the rest. Plain formats copy the rows' bits.
     """
     shape = (format.page_tokens, format.head_dim)
     for name, x in (("k", k), ("v", v)):
@@ -151,7 +151,7 @@ def dequantize_page(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages uint8 ``[..., page_bytes]`` to ``k, v [..., P, D]`` as stored: rotated, K without its centre.
 
-    ``dtype`` is that of the result, float32 if None; for plain formats it is the dtype of the rows and must be given.
+    ``dtype`` is the dtype of the result, float32 if None; for plain formats it is the dtype of the rows and required.
     """
     if pages.dtype != torch.uint8:
         raise TypeError(f"pages: expected torch.uint8, got {pages.dtype}")
@@ -186,7 +186,7 @@ def restore(
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Quantised rows, from `quantize`: ``codes`` uint8 ``[..., D * bits / 8]`` (order: `layout.rows`), ``scale`` fp16
-    ``[...]``, and what `dequantize` needs to know of the rows."""
+    ``[...]``, and the properties of the rows that `dequantize` needs."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -212,7 +212,7 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
         x: ``[..., D]`` of any floating-point type, D a multiple of 8. Not mutated. NaN counts as 0, values beyond
             +-65504 and infinities as +-65504.
         bits: 2, 3, 4 or 8.
-        format: says whether rows are rotated, and checks D and ``bits``; None rotates. Its centre is not applied.
+        format: determines whether rows are rotated, and checks D and ``bits``; None rotates. Its centre is not applied.
         backend: ``auto`` or ``reference``.
 
     Does not synchronise with the device; safe under graph capture.

@@ -1,7 +1,7 @@
-"""``quantize_pages`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``quantize_pages`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-A program makes one side of a page: it quantises the rows, leaves the codes as bytes in a scratch buffer of its own and
-reads them back in the order of the page, which comes as tables (layout/fragments.py). The rotation is a product with
+A program writes one side of a page: it quantises the rows, leaves the codes as bytes in its own scratch buffer and
+reads them back in the order of the page, which is given by tables (layout/fragments.py). The rotation is a product with
 the Hadamard matrix in full float32.
 """
 
@@ -131,13 +131,13 @@ def quantize_kernel(
 
 
 def _tables(bits: int, format: Format, side: fragments.Side, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes whose low and high planes stand in each byte; without a high plane, the low one twice."""
+    """The codes whose low and high planes are in each byte; without a high plane, the low one twice."""
     tables = fragments.sources(bits, format.head_dim, format.page_tokens, side, device)
     return tables[0], tables[-1]
 
 
 def quantize_pages(job: Job) -> None:
-    """Launch for checked arguments; two programs a page."""
+    """Launch for checked arguments; two programs per page."""
     k, v, pool, pages, source, heads, format, centre, centres = job
     dim, tokens, device = format.head_dim, format.page_tokens, pool.device
     scratch = torch.empty(pages.shape[0] * 2 * tokens * dim, dtype=torch.uint8, device=device)

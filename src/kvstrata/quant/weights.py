@@ -1,7 +1,7 @@
-"""Balance and centre of K from the projections that make Q and K, as if their inputs were of unit variance.
+"""Balance and centre of K from the projections of Q and K, assuming inputs of unit variance.
 
-What a bias adds is the same for every token and turned by RoPE: the centre takes its mean over positions, and what is
-left of it counts as part of K's mean squares, which the balance is made of.
+A bias is the same for every token, but RoPE rotates it: the centre is its mean over positions, and the rest of it
+contributes to the mean squares of K from which the balance is computed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from .calibration import pair_balance
-from .rope import mean_turn, pair_channels
+from .rope import mean_rotation, pair_channels
 
-HORIZON = 2048  # positions that a centre is planned for
+HORIZON = 2048  # positions over which a centre is averaged
 
 
 def is_plain(weight: object) -> bool:
-    """True for a tensor whose numbers are the weights: floating point of 16 bit or more, so not one with scales."""
+    """True for a tensor that holds the weights themselves: floating point of 16 bit or more, without scales."""
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() >= 2
 
 
@@ -36,7 +36,7 @@ def balance_from_weights(
         rope: radians per position of K's rotated channel pairs, empty for none.
         interleaved: see `pair_channels`.
 
-    Returns None where the rows are not those of so many heads.
+    Returns None if the rows do not match these head counts.
     """
     if q[0].shape[0] % (kv_heads * dim) or k[0].shape[0] != kv_heads * dim:
         return None
@@ -46,7 +46,7 @@ def balance_from_weights(
         by_row = norms.square().view(kv_heads, -1, dim).mean(1)
         if bias is not None:
             offset = bias.detach().float().square().view(kv_heads, -1, dim)
-            if is_k:  # the centre removes what RoPE leaves of it
+            if is_k:  # the centre removes the part that survives RoPE
                 offset = offset * (1 - _steady(rope, dim, interleaved).to(offset.device))
             by_row = by_row + offset.mean(1)
         squares.append(by_row)
@@ -56,10 +56,10 @@ def balance_from_weights(
 def centre_from_bias(
     bias: torch.Tensor, kv_heads: int, dim: int, rope: Sequence[float], interleaved: bool
 ) -> torch.Tensor | None:
-    """Centre float32 ``[kv_heads, dim]`` of the model's K, not divided by a balance: the mean of the bias, as it is
-    turned at the positions of the horizon.
+    """Centre float32 ``[kv_heads, dim]`` of the model's K, not divided by a balance: the mean of the rotated bias over
+    the positions of the horizon.
 
-    Arguments are those of `balance_from_weights`. Returns None where the bias is not that of so many heads.
+    Arguments are those of `balance_from_weights`. Returns None if the bias does not match these head counts.
     """
     if bias.numel() != kv_heads * dim:
         return None
@@ -77,12 +77,12 @@ def centre_from_bias(
 def _turn(rope: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean cos and sin ``[pairs]`` over the horizon."""
     angle = torch.tensor(rope, dtype=torch.float64, device="cpu")
-    cos, sin = mean_turn(angle, torch.tensor([HORIZON], device="cpu"))
+    cos, sin = mean_rotation(angle, torch.tensor([HORIZON], device="cpu"))
     return cos[0], sin[0]
 
 
 def _steady(rope: Sequence[float], dim: int, interleaved: bool) -> torch.Tensor:
-    """Share of a constant's energy that is left in its mean over the horizon, per channel; 1 without RoPE."""
+    """Share of a constant's energy that remains in its mean over the horizon, per channel; 1 without RoPE."""
     share = torch.ones(dim, device="cpu")
     if rope:
         cos, sin = _turn(rope)

@@ -1,4 +1,4 @@
-"""A step's metadata enters a captured graph: in one launch, or in none."""
+"""Updating the metadata of a captured graph: in one launch, or as part of the graph."""
 
 from .copies import Bound
 from .graph import GraphRunner

@@ -1,4 +1,4 @@
-"""One copy of a plan, checked: a source into the corner of a buffer, and the fill of the rest.
+"""One checked copy of a plan: a source goes to the corner of a buffer, and the rest is filled.
 
 ::
 
@@ -32,7 +32,7 @@ KINDS = {
     torch.float32: 7,
     torch.bool: 8,
 }
-BITS = 255  # a copy without a cast
+BITS = 255  # kind of a copy without a cast
 LAST = "last"
 MOST_ELEMENTS = (1 << 31) - 1
 Fill = float | int | bool | str | None
@@ -64,7 +64,7 @@ class Bound:
     extra: int = 0
 
 
-class Look(NamedTuple):
+class Signature(NamedTuple):
     """Everything about a tensor that a kernel depends on, except its address."""
 
     shape: tuple[int, ...]
@@ -73,8 +73,8 @@ class Look(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Look:
-        return Look(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    def of(tensor: torch.Tensor) -> Signature:
+        return Signature(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 Three = tuple[int, int, int]
@@ -82,7 +82,7 @@ Three = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A copy as kernels see it; strides in bytes. ``size`` is the source's, ``extent`` includes what is filled."""
+    """A copy in the form that kernels see; strides in bytes. ``size`` is the source's, ``extent`` includes the fill."""
 
     size: Three
     extent: Three
@@ -200,8 +200,8 @@ def check_bound(bound: Bound, name: str, device: torch.device, rows: int | None)
         raise ValueError(f"{name}: expected per of at least 1, got {bound.per}")
 
 
-def move_of(source: Look, target: Look, fill: Fill, bounded: bool) -> Move:
-    """The kernels' view of a copy that was checked."""
+def move_of(source: Signature, target: Signature, fill: Fill, bounded: bool) -> Move:
+    """The kernels' view of a checked copy."""
     filled = fill is not None
     inner, outer = source.dtype.itemsize, target.dtype.itemsize
     # size, extent, source stride, target stride; the stride of a single step is never used, so 0 keeps it aligned.
@@ -239,7 +239,7 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
             if above[0] == above[1] == 1:
                 out[-1] = dim
                 continue
-            whole = n == extent and above[0] > 0  # a row ends with the source: nothing to fill between two of them
+            whole = n == extent and above[0] > 0  # a row ends with the source: nothing to fill between two rows
             if whole and (above[0] == 1 or above[2] == source * n) and (above[1] <= 1 or above[3] == target * n):
                 out[-1] = (above[0] * n, above[1] * n, source, target)
                 continue

@@ -1,15 +1,15 @@
-// Many small copies in one launch. A block belongs to one copy; which one, it reads from the first block of each.
+// Many small copies in one launch. A block belongs to one copy, which it finds from the list of first blocks.
 //
 //   copy i   source  [size0, size1, size2]          any strides; 16 bytes at a time where rows are unbroken and addresses
 //            target  [extent0, extent1, extent2]    and strides allow, narrower otherwise: each block works that out
 //
-// Extents are the source's sizes, or the target's where what the source does not cover is filled. An element is covered
-// when its row is below the live rows and its column below the row's length: counts that may live on the device.
+// Extents are the source's sizes, or the target's if the part that the source does not cover is filled. An element is covered
+// if its row is below the live rows and its column below the row's length: counts that may be on the device.
 //
-// Staged: sources lie in one of two slots of pinned memory that the host fills in turn. A slot's head carries the number
-// of its step and the sizes; block 0 fetches it over the bus for all (reads of one address by many blocks wait for each
-// other there). A launch copies the step it is due, the last block to finish says so to the host, and a launch for
-// which there is no new step does nothing.
+// Staged: sources are in one of two slots of pinned memory that the host fills alternately. A slot's header has the number
+// of its step and the sizes; block 0 fetches it over the bus for all (reads of one address by many blocks are serialised
+// there). A launch copies the next step, the last block to finish reports it to the host, and a launch without a new step
+// does nothing.
 #include "fp8.cuh"
 #include "pdl.cuh"
 #include "vec.cuh"
@@ -17,13 +17,13 @@
 using i64 = long long;
 using u64 = unsigned long long;
 constexpr int kThreads = 256;
-constexpr int kPer = 2;            // vectors of a thread under way at once
+constexpr int kPer = 2;            // vectors per thread in flight
 constexpr unsigned char kBits = 255;  // the kind of a copy without a cast
 enum Flags { kFill = 1, kWideLengths = 2, kWideRows = 4, kFillLast = 8, kSkips = 16 };
 
 struct Copy {
   char* target;
-  const char* lengths;  // null: rows are as long as the source has them
+  const char* lengths;  // null: rows are as long as in the source
   const char* rows;     // null: all rows of the source are live
   i64 source_stride[3], target_stride[3];  // in bytes
   u64 fill;
@@ -35,16 +35,16 @@ struct Copy {
 static_assert(sizeof(Copy) == 128, "the host packs this");
 
 
-constexpr int kHead = 64;  // words of a slot's head: number, unused, rows and columns of each source
+constexpr int kHead = 64;  // words of a slot's header: number, unused, rows and columns of each source
 
 struct Stage {
-  unsigned* turn;       // on the device: steps done, blocks done, launches done, launch whose head is there; the head
+  unsigned* turn;       // on the device: steps done, blocks done, launches done, launch whose header is cached; the header
   volatile unsigned* done;  // on the host: steps done
-  const char* number;  // of the step that the first slot holds
+  const char* number;  // number of the step in the first slot
   i64 slot_bytes;
 };
 
-// What changes from call to call comes first.
+// Fields that change from call to call come first.
 template <int kCopies>
 struct Params {
   const char* source[kCopies];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void fill_unit(char* to, u64 value) {
   store<kBytes>(to, out);
 }
 
-// A value on its way from one dtype to another, as torch converts: integers wrap, floats become integers towards zero.
+// Converts a value from one dtype to another as torch does: integers wrap, floats become integers towards zero.
 __device__ void cast_element(char* to, int target, const char* from, int source) {
   i64 whole = 0;
   float real = 0.f;
@@ -144,7 +144,7 @@ struct Work {
   const char* source;
   i64 slot;            // bytes to the slot in use; 0 when not staged
   unsigned rows;       // live
-  unsigned columns;    // live, but for rows that have a length of their own
+  unsigned columns;    // live, except for rows with their own length
   unsigned per_vector;   // elements
   unsigned per_row;    // vectors
   i64 source_step, target_step;  // bytes from vector to vector of a row
@@ -152,7 +152,7 @@ struct Work {
   struct Place {
     const char* from;
     char* to;
-    int covered, room;  // elements from here to the end of what is covered, and of the row
+    int covered, room;  // elements from here to the end of the covered part, and of the row
   };
 
   __device__ __forceinline__ Place at(unsigned n) const {
@@ -174,7 +174,7 @@ struct Work {
   }
 };
 
-// The element of a 1-D copy that what is behind it repeats.
+// The element of a 1-D copy that fills the rest.
 __device__ __forceinline__ u64 last_of(const Work& w, int covered_from_start) {
   if (covered_from_start <= 0) return 0;
   const char* from = w.source + (covered_from_start - 1) * w.c.source_stride[2];
@@ -209,7 +209,7 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
       } else if (at.room > 0) {
         u64 value = w.c.fill;
         if (w.c.flags & kFillLast) {
-          const unsigned vector = n + i * kThreads;  // one row, so the number of the vector is its place in the row
+          const unsigned vector = n + i * kThreads;  // one row, so the index of the vector is its position in the row
           value = last_of(w, at.covered + static_cast<int>(vector) * per_vector);
           for (int k = bytes; k < 8; k *= 2) value |= value << (8 * k);
         }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void move_units(const Work& w, unsigned begin, unsign
           }
         }
         const int room = at.room < per_vector ? at.room : per_vector;
-#pragma unroll 1  // the edge of a row: rare, and unrolled it is half of the code
+#pragma unroll 1  // the edge of a row: rare, and unrolled it would be half of the code
         for (int e = 0; e < room; e++) {
           if (e < at.covered) copy_element(at.to + e * bytes, at.from + e * bytes, bytes);
           else if (fills) fill_element(at.to + e * bytes, value, bytes);
@@ -275,10 +275,10 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
   }
   int index = -1;
 #pragma unroll
-  for (int i = 0; i < kCopies; i++) index += p.first[i] <= blockIdx.x;  // uniform, and so is what is found by it
+  for (int i = 0; i < kCopies; i++) index += p.first[i] <= blockIdx.x;  // uniform, and so is everything found with it
   bool here = index >= 0;
   const Copy& c = p.copies[here ? index : 0];
-  i64 counts[2] = {c.size[0], c.size[2]};  // rows and columns that are live
+  i64 counts[2] = {c.size[0], c.size[2]};  // live rows and columns
   if constexpr (kStaged) {
     const volatile int* head = reinterpret_cast<volatile int*>(p.stage.turn + 4);
     due = static_cast<unsigned>(head[0]) == turn + 1;
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
     const int* sizes = reinterpret_cast<const int*>(p.stage.number);
     if (c.rows) counts[0] = head[reinterpret_cast<const int*>(c.rows) - sizes];
     if (c.lengths) counts[1] = head[reinterpret_cast<const int*>(c.lengths) - sizes];
-    // A count below zero: this step leaves the target alone, fill and all.
+    // A count below zero: this step leaves the target unchanged, including the fill.
     if (c.flags & kSkips && (c.rows ? counts[0] : counts[1]) < 0) here = false;
   } else if (here) {
     if (c.rows) counts[0] = count_at(c.rows, c.flags & kWideRows);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
     if (c.rows) w.rows = within(live(counts[0], c.rows_per, c.rows_extra), c.size[0]);
     if (c.lengths && !c.lengths_step) w.columns = within(live(counts[1], c.lengths_per, c.lengths_extra), c.size[2]);
     unsigned high = c.extent[0], wide = c.extent[2];
-    if (!(c.flags & (kFill | kFillLast))) {  // what is not covered is not looked at
+    if (!(c.flags & (kFill | kFillLast))) {  // nothing is read outside the covered part
       high = high < w.rows ? high : w.rows;
       wide = wide < w.columns ? wide : w.columns;
     }
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) copy_all(const __gr
     else move_units<1>(w, begin, end);
   }
   if constexpr (kStaged) {
-    __syncthreads();  // whatever this block reads of the slot has been read
+    __syncthreads();  // everything that this block reads of the slot has been read
     if (threadIdx.x == 0 && atomicAdd(p.stage.turn + 1, 1) == gridDim.x - 1) {
       p.stage.turn[1] = 0;
       p.stage.turn[2] += 1;

@@ -1,4 +1,4 @@
-"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that the shapes need."""
+"""The copies of a plan in CUDA C++: descriptors packed for ``copy.cu``, launched with the grid that shapes require."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstrata import jit
 from .copies import BITS, Bound, Move
 
 SOURCE = Path(__file__).with_name("copy.cu")
-CAPACITIES = (8, 28)  # copies that a launch has room for: 28 descriptors are what 4 KB of parameters hold
+CAPACITIES = (8, 28)  # copies that fit a launch: 4 KB of parameters hold 28 descriptors
 MOST = CAPACITIES[-1]
 # struct Copy: target, lengths, rows; strides; fill; sizes, extents; lengths' step, per, extra; rows' per, extra; bytes,
 # kinds, flags.
@@ -22,12 +22,12 @@ COPY = struct.Struct("<3Q 6q Q 6I 5i 4B")
 STAGE = struct.Struct("<3Q q")  # turn, done, number, bytes of a slot
 NOTHING = COPY.pack(*(0,) * 3, *(0,) * 6, 0, *(0,) * 3, *(0,) * 3, 0, 1, 0, 1, 0, 1, BITS, BITS, 0)
 NO_BLOCK = 0xFFFFFFFF
-THREADS, BLOCK_BYTES = 256, 8192  # of a block; docs/replay.md has what other sizes took
+THREADS, BLOCK_BYTES = 256, 8192  # per block; docs/replay.md has the times with other sizes
 FILL, WIDE_LENGTHS, WIDE_ROWS, FILL_LAST, SKIPS = 1, 2, 4, 8, 16
 
 
 def capacity(copies: int) -> int:
-    """The smallest launch that holds as many copies."""
+    """Capacity of the smallest launch that holds ``copies`` copies."""
     return next(most for most in CAPACITIES if copies <= most)
 
 
@@ -43,7 +43,7 @@ def blocks_of(move: Move) -> int:
 def pack(
     move: Move, target: int, lengths: Bound | None, lengths_step: int, rows: Bound | None, skips: bool = False
 ) -> bytes:
-    """One descriptor; steps in bytes. ``skips``: a count below zero leaves the target alone."""
+    """One descriptor; steps in bytes. ``skips``: a count below zero leaves the target unchanged."""
     flags = (FILL if move.fill is not None else 0) | (FILL_LAST if move.fill_last else 0)
     flags |= SKIPS if skips else 0
     flags |= WIDE_LENGTHS if lengths and lengths.tensor.dtype == torch.int64 else 0
@@ -64,7 +64,7 @@ def empty_params(room: int, stage: bytes | None) -> bytes:
 
 
 class Copies:
-    """Up to ``MOST`` copies in one launch; the parameters stay in place and are rewritten where they changed.
+    """Up to ``MOST`` copies in one launch; the parameters stay in place and are rewritten where they change.
 
     Not for use by two threads at once.
     """
@@ -78,7 +78,7 @@ class Copies:
         self._tail_at = 8 * self.room
         self.launch = jit.Launch(kernel, 1, THREADS, empty_params(self.room, stage))
         self.params, self.args = self.launch.params, self.launch.args
-        # jit.Launch has a fixed grid; here it depends on the shapes.
+        # jit.Launch has a fixed grid; here the grid depends on the shapes.
         self._call, self._function = kernel.driver.cuLaunchKernel, kernel.function
         self.write = struct.Struct(f"<{count}Q").pack_into
         self.grid = 0

@@ -4,8 +4,8 @@
 
     call(ids=[5], table=[5, 9])  ->  the next size, 8  ->  rows 5..7 filled  ->  replay of graph 8  ->  outputs[:5]
 
-The step reads its inputs from buffers at fixed addresses. ``staging`` is the way of a call's tensors to them: ``copy``,
-one launch before the replay; ``graph``, the same launch as the first node of the graph, from staging buffers that the
+The step reads its inputs from buffers at fixed addresses. ``staging`` is how a call's tensors get there: ``copy``, one
+launch before the replay; ``graph``, the same launch as the first node of the graph, from staging buffers that the
 caller fills on the device; ``host``, a node that reads pinned memory, which the caller fills.
 On a CPU the step runs eagerly on the same buffers with the same padding.
 """
@@ -47,7 +47,7 @@ def arena(specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.
 
 
 class Captured:
-    """The graph of one batch size, with its parts of the buffers, the copy that fills them, and the step's outputs."""
+    """The graph of one batch size, with its slices of the buffers, the copy that fills them, and the step's outputs."""
 
     def __init__(self, size: int, inputs: dict[str, torch.Tensor], fill: Callable[..., None] | None) -> None:
         self.size, self.inputs, self.fill = size, inputs, fill
@@ -60,12 +60,12 @@ class GraphRunner:
     """Run a step of any batch size by replaying the graph of the next larger captured size.
 
     Args:
-        step: called as ``step(**inputs)`` with the buffers cut to a size; returns tensors whose dimension 0 is the
+        step: called as ``step(**inputs)`` with the buffers sliced to a size; returns tensors whose dimension 0 is the
             batch, alone or in a tuple, list or dict, or None. It may write other tensors that it holds, such as a KV
             cache.
         inputs: buffers by name, or ``(shape, dtype)`` for the runner to allocate. Mutated by every call. Shape
             ``[largest, ...]``, where ``largest`` is the largest of ``sizes``, or ``[largest + 1, ...]`` for offsets
-            such as ``cu_seqlens``, which have batch + 1 entries at every size. Of a longer buffer give
+            such as ``cu_seqlens``, which have batch + 1 entries at every size. For a longer buffer pass
             ``buffer[:largest]``.
         sizes: the batch sizes to capture, ints of at least 1.
         fill: value by name for padding rows and for columns that a call does not provide: a number, ``"last"`` (1-D
@@ -75,9 +75,9 @@ class GraphRunner:
             unless the environment has ``KVSTRATA_FUSED_COPY=0``. ``staging="host"`` always uses one kernel: False is an
             error, and the environment is ignored.
         watch: further tensors that the step reads or writes. Their addresses, and those of the buffers, are checked
-            before each replay: a graph does not notice when a tensor has moved.
+            before each replay, because a graph does not notice when a tensor has moved.
         device: device of the buffers that the runner allocates; None is that of the given ones.
-        warmup: eager runs before each capture, in which kernels are compiled and allocators settle.
+        warmup: eager runs before each capture, in which kernels are compiled and allocators warm up.
         pool: a graph memory pool to share with other runners.
         progress: show a bar while capturing; None shows it on a terminal.
 
@@ -85,9 +85,9 @@ class GraphRunner:
     next call overwrites. With ``staging="graph"`` write ``runner.staged[name]`` on the device and call
     ``runner.replay(batch)``; with ``"host"`` the tensors of a call are on the CPU.
 
-    A call's tensors have the dtype of their buffers; none is converted. Calls launch on the current stream and do not
-    synchronise, except with ``staging="host"``, where a call may wait until the GPU has read the step before last. Not
-    thread-safe.
+    A call's tensors must have the dtype of their buffers; none is converted. Calls launch on the current stream and do
+    not synchronise, except with ``staging="host"``, where a call may wait until the GPU has read the step before last.
+    Not thread-safe.
 
     Raises:
         ValueError, TypeError: an argument, or a tensor of a call, that does not fit; the message names it.
@@ -161,7 +161,7 @@ class GraphRunner:
 
     @property
     def memory(self) -> dict[int, int]:
-        """Bytes that each captured size added to the device's use; sizes share a pool, so the largest comes first."""
+        """Device memory in bytes that each captured size added; sizes share a pool, so the largest comes first."""
         return {size: self._by_size[size].memory for size in sorted(self._by_size)}
 
     def capture(self) -> GraphRunner:
@@ -199,7 +199,7 @@ class GraphRunner:
         return one
 
     def _warm_up(self, one: Captured) -> None:
-        """Run the step on padding rows only, so that it writes to no live memory."""
+        """Run the step on padding rows only, so that it does not write live memory."""
         for name, part in one.inputs.items():
             value = self.fill[name]
             if value is not None:
@@ -213,7 +213,7 @@ class GraphRunner:
         torch.cuda.synchronize()
 
     def _filler(self, parts: dict[str, torch.Tensor]) -> Callable[..., None]:
-        """Copy of a step's tensors into the parts of the buffers, before the graph or as its first node."""
+        """Copy of a step's tensors into the slices of the buffers, before the graph or as its first node."""
         fills = [self.fill[name] for name in parts]
         if self._stage is not None:
             return self._stage.node(list(parts.values()))
@@ -343,7 +343,7 @@ def _buffers(inputs: Mapping[str, Input], device: torch.device | str | None) -> 
 
 
 def _cut(outputs: Any, size: int, batch: int) -> Any:
-    """Outputs cut to the live rows, where dimension 0 is the padded batch."""
+    """Outputs sliced to the live rows, if dimension 0 is the padded batch."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:batch] if outputs.dim() and outputs.shape[0] == size and batch != size else outputs
     if isinstance(outputs, dict):
@@ -357,7 +357,7 @@ def _cut(outputs: Any, size: int, batch: int) -> Any:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without garbage collection: finalizers may free device memory, which ends a capture, and take time."""
+    """Disable garbage collection: finalizers may free device memory, which ends a capture, and take time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -368,7 +368,7 @@ def no_collection() -> Iterator[None]:
 
 
 def _leave_capture(device: torch.device) -> None:
-    """Make an empty capture: after a failed one torch still treats its generator as captured."""
+    """Run an empty capture: after a failed one torch still treats its generator as captured."""
     nothing = torch.zeros((), device=device)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
         nothing.zero_()

@@ -1,7 +1,7 @@
 """Bytes that a strided tensor covers, whether two tensors share any, and alignment.
 
-An answer by first and last address would refuse columns of one buffer that lie between each other; so where the spans
-meet, the unbroken runs of both are compared.
+Comparing only first and last addresses would refuse interleaved columns of one buffer; so if the spans overlap, the
+contiguous runs of both are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def runs(tensor: torch.Tensor) -> np.ndarray:
-    """Starts of the unbroken runs of bytes in ascending order, and their one length: ``[n, 2]`` of start and end."""
+    """Contiguous runs of bytes in ascending order: ``[n, 2]`` of start and end; all have the same length."""
     if tensor.numel() == 0:
         return np.zeros((0, 2), dtype=np.int64)
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
@@ -60,6 +60,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a_first >= b_end or b_first >= a_end or a.numel() == 0 or b.numel() == 0:
         return False
     a_runs, b_runs = runs(a), runs(b)
-    # Of b's runs, the last that begins before a run of a ends is the only one that can reach into it from below.
+    # Of b's runs, only the last one that begins before the end of a run of a can overlap it from below.
     before = np.searchsorted(b_runs[:, 0], a_runs[:, 1], side="left") - 1
     return bool((np.maximum.accumulate(b_runs[:, 1])[before] > a_runs[:, 0])[before >= 0].any())

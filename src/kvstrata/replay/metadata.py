@@ -1,6 +1,6 @@
 """Metadata of two attention backends copied into the buffers of a captured graph, in one launch.
 
-``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` makes one ``.copy_`` per buffer instead, for comparison. Both are a
+``fused=False`` or ``KVSTRATA_FUSED_COPY=0`` issues one ``.copy_`` per buffer instead, for comparison. Both use a
 ``CopyPlan`` and differ only in its backend, so checks and errors are the same.
 """
 
@@ -22,7 +22,7 @@ _plans: OrderedDict[tuple[int | str, ...], CopyPlan] = OrderedDict()
 
 
 def _plan_of(dst: Sequence[torch.Tensor], names: Sequence[Names], backend: str) -> CopyPlan:
-    """The plan of these tensor objects; it keeps them alive, so that their ids cannot be reused."""
+    """Plan for these tensor objects; it keeps them alive, so that their ids cannot be reused."""
     key: tuple[int | str, ...] = (backend, *map(id, dst))
     plan = _plans.get(key)
     if plan is None or any(
@@ -65,14 +65,14 @@ def fused_copy_replay_data(
             dtype and device of their sources, at least as large as what is copied. Mutated; the rest keeps its values.
         batch_size: rows of the step.
         max_seqlen_k: columns of the page table to copy.
-        fused: False makes six ``.copy_`` calls instead, with the same checks; None is True unless the environment has
+        fused: False issues six ``.copy_`` calls instead, with the same checks; None is True unless the environment has
             ``KVSTRATA_FUSED_COPY=0``.
 
     Safe under graph capture after one call with the same tensors: the first call compiles. A captured call reads the
     same source addresses at every replay. Plans are kept for up to 64 sets of buffers and keep them alive.
 
     Raises ValueError or TypeError, naming the argument, before anything is written: for shapes, dtypes or devices that
-    do not fit, buffers that overlap, and counts that are negative or no ints.
+    do not fit, buffers that overlap, and counts that are negative or not ints.
 
     Example:
         >>> names = ["input_ids", "out_loc", "cu_seqlens_k", "positions", "seq_lens"]
@@ -128,7 +128,7 @@ class PrecomputedMetadata:
 
     ``cache_seqlens`` and ``nsa_cache_seqlens`` are ``[batch]``, their offsets ``cu_seqlens_k`` and ``nsa_cu_seqlens_k``
     ``[batch + 1]``, ``page_indices`` is ``[batch, columns]``. ``seqlens_expanded`` ``[tokens]``, ``real_page_table``
-    ``[rows, columns]`` and ``flashmla_metadata`` (up to three dimensions) are None where a model or mode has none.
+    ``[rows, columns]`` and ``flashmla_metadata`` (up to three dimensions) are None if a model or mode has none.
     ``buffers.copy_from(step)`` replaces five to eight ``.copy_`` calls. A field that is None in the step leaves its
     buffer as it is; a field that is None in the buffers must be None in the step.
 
@@ -157,7 +157,7 @@ class PrecomputedMetadata:
 
         Args:
             step: fields of at most the buffers' shapes, in their dtypes.
-            fused: False makes one ``.copy_`` per field instead; None is True unless the environment has
+            fused: False issues one ``.copy_`` per field instead; None is True unless the environment has
                 ``KVSTRATA_FUSED_COPY=0``.
 
         Safe under graph capture after one call with the same tensors: the first call compiles. A captured call reads
@@ -183,7 +183,7 @@ class PrecomputedMetadata:
         _plan_of(targets, names, backend_of(fused)).run(sources)
 
     def _past_zero(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """``buffer[1:]`` as one object, since plans are known by their tensors."""
+        """``buffer[1:]`` as one object, since plans are keyed by their tensor objects."""
         kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_offsets", {})
         if name not in kept or kept[name][0] is not buffer:
             kept[name] = (buffer, _offsets(buffer, NSA_NAMES[name].target)[1:])

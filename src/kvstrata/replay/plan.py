@@ -1,7 +1,8 @@
 """``CopyPlan``: many copies into fixed buffers, planned once, run in one launch.
 
-Buffers, fills and bounds are checked when the plan is made. Sources are checked once per look (shape, strides, dtype,
-device) and once per address. Later runs with the same looks cost one comparison in C++, the addresses and the launch.
+Buffers, fills and bounds are checked when the plan is created. Sources are checked once per signature (shape, strides,
+dtype, device) and once per address. Later runs with the same signatures cost one comparison in C++, the addresses and
+the launch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from . import reference
 from .copies import (
     Bound,
     Fill,
-    Look,
     Move,
     Names,
+    Signature,
     check_bound,
     check_count,
     check_fill,
@@ -38,20 +39,20 @@ REMEMBERED = 4096
 Source = torch.Tensor | None
 DATA_PTR = torch.Tensor.data_ptr
 Addresses = tuple[int, ...]
-# Tables of Triton by address that graphs read: never freed, since a graph may outlive its plan. They are small.
+# Triton's tables that graphs read by address: never freed, since a graph may outlive its plan. They are small.
 _captured: dict[int, torch.Tensor] = {}
 
 
 class Described:
-    """One copy from sources of one look: its move, and its packed descriptor for CUDA C++."""
+    """One copy from sources of one signature: its move, and its packed descriptor for CUDA C++."""
 
     def __init__(self, move: Move, packed: bytes = b"") -> None:
         self.move, self.packed = move, packed
         self.safe: set[int] = set()  # addresses at which such a source overlaps no buffer
 
 
-class Looks:
-    """Sources that look alike: a guard that recognises them, addresses seen, and the data prepared by the backend."""
+class KnownSources:
+    """Sources with the same signatures: a guard that recognises them, known addresses, and data of the backend."""
 
     def __init__(self, copies: list[Described | None]) -> None:
         self.copies = copies
@@ -61,7 +62,7 @@ class Looks:
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all copies, or one for each."""
+    """Expand one value for all copies to one for each."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise ValueError(f"{name}: expected one value or {count}, one for each copy, got {len(value)}")
@@ -82,25 +83,25 @@ def _bounds(value: Any, count: int, name: str) -> list[Bound | None]:
 
 
 class CopyPlan:
-    """Copies into fixed buffers, all of them in one launch.
+    """Copies into fixed buffers, all in one launch.
 
     Args:
         dst: the buffers: tensors of up to three dimensions and any strides, on one device. Mutated by ``run``. None may
             share memory with another, or with itself.
-        src: sources of ``run()``, one tensor for each buffer, or None to leave that buffer alone; a tensor may be given
-            several times. A source has as many dimensions as its buffer and at most its size; it is copied to the
-            corner at index 0. None: sources are given to every ``run``.
-        fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. What the source does not
-            cover of its buffer gets that value; ``"last"`` (1-D only) repeats the last element that is covered, as the
-            offsets of padding rows need it (0 where nothing is covered). None leaves it as it is. An empty source
+        src: sources of ``run()``, one tensor for each buffer, or None to leave that buffer unchanged; a tensor may be
+            given several times. A source has as many dimensions as its buffer and at most its size; it is copied to
+            the corner at index 0. None: sources are passed to every ``run``.
+        fill: a number, ``"last"`` or None for all copies, or a sequence with one for each. The part of a buffer that
+            the source does not cover gets that value; ``"last"`` (1-D only) repeats the last covered element, as the
+            offsets of padding rows require (0 if nothing is covered). None leaves that part unchanged. An empty source
             covers nothing, so with a fill all of its buffer is filled.
         rows: a bound of the rows (dimension 0) that are copied, read on the device: a tensor of one int32 or int64, a
             ``Bound``, or a sequence with one or None for each copy.
         lengths: bounds of each row's columns (the last dimension): a tensor ``[rows]`` or a ``Bound`` for a 2-D copy,
             of one element for a 1-D copy; also a sequence. ``Bound(seq_lens, per=16)`` copies the live pages of a page
             table.
-        cast: True converts values where dtypes differ, as ``Tensor.copy_`` does; also a sequence. If
-            False, differing dtypes are an error and copies move bits.
+        cast: True converts values if dtypes differ, as ``Tensor.copy_`` does; also a sequence. If False, differing
+            dtypes are an error and copies move bits.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Raises ValueError or TypeError, naming the argument, before anything is written. ``run`` is safe on any stream and
@@ -138,7 +139,7 @@ class CopyPlan:
         self.device = self.dst[0].device if self.dst else torch.device("cpu")
         self.backend = resolve(backend, self.device) if self.dst or backend not in BACKENDS else "reference"
         self.addresses = tuple(t.data_ptr() for t in self.dst)
-        self._targets = [Look.of(t) for t in self.dst]
+        self._targets = [Signature.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
         self._starts = [first for first, _, _ in self._spans]
         # If spans are disjoint, only the last one that begins before the end of a tensor can overlap it.
@@ -146,15 +147,15 @@ class CopyPlan:
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
             self._check_bounds(i)
-        self._described: list[dict[Look, Described]] = [{} for _ in self.dst]
-        self._by_look: dict[tuple[Look | None, ...], Looks] = {}
-        self._latest: Looks | None = None
+        self._described: list[dict[Signature, Described]] = [{} for _ in self.dst]
+        self._by_signature: dict[tuple[Signature | None, ...], KnownSources] = {}
+        self._latest: KnownSources | None = None
         self._groups = self._kernels()
         self._single = self._groups[0] if len(self._groups) == 1 else None
-        self._loaded: Looks | None = None  # looks and addresses that the launches hold now
+        self._loaded: KnownSources | None = None  # signatures and addresses that the launches hold now
         self._loaded_addresses: Addresses = ()
         self._src: tuple[Source, ...] | None = None
-        self._bound: tuple[Looks, Addresses] | None = None
+        self._bound: tuple[KnownSources, Addresses] | None = None
         if src is not None:
             check_list(src, "src")
             self._src = tuple(src)
@@ -175,7 +176,7 @@ class CopyPlan:
                 raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
 
     def _kernels(self) -> list[Any]:
-        """The launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
+        """Launches of the CUDA backend, compiled and loaded here so that any run may be captured."""
         if self.backend != "cuda":
             return []
         from . import cuda as copy_cuda
@@ -187,73 +188,73 @@ class CopyPlan:
         return launches
 
     def run(self, src: Sequence[Source] | None = None) -> None:
-        """Copy ``src``, or the sources that the plan was made with, into the buffers, in place.
+        """Copy ``src``, or the sources that the plan was created with, into the buffers, in place.
 
         Args:
             src: a tensor or None for each buffer, at most of its shape ``[D0, D1, D2]``; None for the plan's own.
 
         Never synchronises; safe under graph capture as described above. Raises ValueError or TypeError, naming the
-        source, before anything is written, and RuntimeError where Triton captures addresses that it has not seen.
+        source, before anything is written, and RuntimeError if Triton captures addresses that it has not seen.
         """
         if src is None:
             if self._bound is None:
-                raise ValueError("src: expected a tensor for each of dst (the plan was made without), got None")
+                raise ValueError("src: expected a tensor for each of dst (the plan has no sources), got None")
             self._start(*self._bound)
             return
-        looks = self._latest
-        if looks is not None and len(src) == len(self.dst) and looks.guard(*src):
+        known = self._latest
+        if known is not None and len(src) == len(self.dst) and known.guard(*src):
             addresses = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
-            if addresses in looks.seen:
+            if addresses in known.seen:
                 # Fast path of almost every run, inlined: its cost adds to that of the launch.
-                if self._single is not None and self._loaded is looks:
+                if self._single is not None and self._loaded is known:
                     self._single.write(self._single.params, 0, *addresses)
                     self._loaded_addresses = addresses
                     self._single.go()
                 else:
-                    self._start(looks, addresses, src)
+                    self._start(known, addresses, src)
                 return
-        looks, addresses = self._bind(src)
-        self._latest = looks
-        self._start(looks, addresses, src)
+        known, addresses = self._bind(src)
+        self._latest = known
+        self._start(known, addresses, src)
 
-    def _start(self, looks: Looks, addresses: Addresses, src: Sequence[Source] | None = None) -> None:
+    def _start(self, known: KnownSources, addresses: Addresses, src: Sequence[Source] | None = None) -> None:
         if self._groups:
-            if self._loaded is not looks or self._loaded_addresses != addresses:
-                self._load(looks, addresses)
+            if self._loaded is not known or self._loaded_addresses != addresses:
+                self._load(known, addresses)
             for group in self._groups:
                 group.go()
         elif self.backend == "triton":
-            self._run_triton(looks, addresses)
+            self._run_triton(known, addresses)
         else:
             with torch.no_grad():
                 for i, source in enumerate(self._src or () if src is None else src):
                     if source is not None:
                         reference.copy(self.dst[i], source, self.fill[i], self.rows[i], self.lengths[i])
 
-    def _load(self, looks: Looks, addresses: Addresses) -> None:
-        """Write the descriptors of these looks, and the addresses, into the launches."""
+    def _load(self, known: KnownSources, addresses: Addresses) -> None:
+        """Write the descriptors for these signatures, and the addresses, into the launches."""
         from .cuda import NOTHING, blocks_of
 
-        if looks.prepared is None:
+        if known.prepared is None:
             tails, first = [], 0
             for group in self._groups:
-                copies = looks.copies[first : first + group.count]
+                copies = known.copies[first : first + group.count]
                 blocks = [blocks_of(c.move) if c else 0 for c in copies]
                 tails.append(group.tail([c.packed if c else NOTHING for c in copies], blocks))
                 first += group.count
-            looks.prepared = tails
+            known.prepared = tails
         first = 0
-        for group, tail in zip(self._groups, looks.prepared, strict=True):
-            if self._loaded is not looks:
+        for group, tail in zip(self._groups, known.prepared, strict=True):
+            if self._loaded is not known:
                 group.load(*tail)
             group.write(group.params, 0, *addresses[first : first + group.count])
             first += group.count
-        self._loaded, self._loaded_addresses = looks, addresses
+        self._loaded, self._loaded_addresses = known, addresses
 
-    def _run_triton(self, looks: Looks, addresses: Addresses) -> None:
+    def _run_triton(self, known: KnownSources, addresses: Addresses) -> None:
         from . import triton as copy_triton
 
-        looks.prepared = tables = looks.prepared or {}
+        known.prepared = tables = known.prepared or {}
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if addresses not in tables:
             if capturing:
@@ -261,13 +262,13 @@ class CopyPlan:
             if len(tables) >= REMEMBERED:
                 tables.clear()
             lines, first = [], 0
-            for i, copy in enumerate(looks.copies):
+            for i, copy in enumerate(known.copies):
                 if copy is None or copy.move.elements == 0:
                     continue
                 target = self.addresses[i]
                 lines.append(copy_triton.row_of(first, addresses[i], target, copy.move, *self._kernel_bounds(i)))
                 first += copy_triton.blocks_of(copy.move)
-            casts = copy_triton.has_casts([copy.move for copy in looks.copies if copy])
+            casts = copy_triton.has_casts([copy.move for copy in known.copies if copy])
             tables[addresses] = (torch.tensor(lines, dtype=torch.int64).to(self.device), first, casts)
         if capturing:
             table = tables[addresses][0]
@@ -282,10 +283,10 @@ class CopyPlan:
         step = lengths.tensor.stride(0) * lengths.tensor.itemsize if lengths else 0
         return lengths, step, rows
 
-    def _bind(self, src: Sequence[Source]) -> tuple[Looks, Addresses]:
-        """Check sources whose looks or addresses are new; returns their looks and addresses."""
+    def _bind(self, src: Sequence[Source]) -> tuple[KnownSources, Addresses]:
+        """Check sources whose signatures or addresses are new; returns both."""
         check_count(src, len(self.dst))
-        signature: list[Look | None] = []
+        signature: list[Signature | None] = []
         addresses: list[int] = []
         copies: list[Described | None] = []
         for i, source in enumerate(src):
@@ -296,7 +297,7 @@ class CopyPlan:
                 continue
             if not isinstance(source, torch.Tensor):
                 raise TypeError(f"{self.names[i].source}: expected a tensor or None, got {type(source).__name__}")
-            look, address = Look.of(source), source.data_ptr()
+            look, address = Signature.of(source), source.data_ptr()
             copy = self._described[i].get(look) or self._describe(i, source, look)
             if address not in copy.safe:
                 self._check_address(i, source)
@@ -307,19 +308,19 @@ class CopyPlan:
             addresses.append(address)
             copies.append(copy)
         where, key = tuple(addresses), tuple(signature)
-        looks = self._by_look.get(key)
-        if looks is None:
-            if len(self._by_look) >= REMEMBERED:
-                self._by_look.clear()
-            looks = self._by_look[key] = Looks(copies)
-        elif copies and None not in copies:  # seen again: worth a guard, made anew as it depends on the grad mode
-            looks.guard = guard_of(src)  # type: ignore[arg-type]
-        if len(looks.seen) >= REMEMBERED:
-            looks.seen.clear()
-        looks.seen.add(where)
-        return looks, where
+        known = self._by_signature.get(key)
+        if known is None:
+            if len(self._by_signature) >= REMEMBERED:
+                self._by_signature.clear()
+            known = self._by_signature[key] = KnownSources(copies)
+        elif copies and None not in copies:  # seen again: worth a guard, built again since it depends on the grad mode
+            known.guard = guard_of(src)  # type: ignore[arg-type]
+        if len(known.seen) >= REMEMBERED:
+            known.seen.clear()
+        known.seen.add(where)
+        return known, where
 
-    def _describe(self, i: int, source: torch.Tensor, look: Look) -> Described:
+    def _describe(self, i: int, source: torch.Tensor, look: Signature) -> Described:
         check_source(source, self.dst[i], self.cast[i], self.names[i])
         rows, lengths = self.rows[i], self.lengths[i]
         if lengths is not None and source.dim() == 2:
@@ -382,4 +383,4 @@ def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
                 break
             if overlap(dst[i], dst[j]):
                 later, earlier = called[max(i, j)], called[min(i, j)]
-                raise ValueError(f"{later}: expected memory of its own, got some of {earlier}")
+                raise ValueError(f"{later}: expected separate memory, got some of {earlier}")

@@ -1,4 +1,4 @@
-"""The copies of a plan one after the other, in plain torch: the CPU backend, and the truth of every test."""
+"""The copies of a plan one by one, in plain torch: the CPU backend, and the reference of every test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def covered(src: torch.Tensor, rows: Bound | None, lengths: Bound | None) -> tor
 def copy(
     dst: torch.Tensor, src: torch.Tensor, fill: Fill = None, rows: Bound | None = None, lengths: Bound | None = None
 ) -> None:
-    """``src`` into the corner of ``dst``; with ``fill`` the rest gets that value. Never waits for the GPU."""
+    """Copy ``src`` to the corner of ``dst``; with ``fill`` the rest gets that value. Does not synchronise."""
     if dst.dim() == 0:
         dst, src = dst.reshape(1), src.reshape(1)
     buffer, mask = dst, covered(src, rows, lengths)
@@ -49,7 +49,7 @@ def copy(
     else:
         value = torch.full((), fill, dtype=buffer.dtype, device=dst.device).view(dst.dtype)  # type: ignore[arg-type]
     dst[corner].copy_(src if mask is None else torch.where(mask, src, value))
-    for dim, n in enumerate(src.shape):  # what lies behind the source, dimension by dimension
+    for dim, n in enumerate(src.shape):  # the part after the source, dimension by dimension
         rest = dst[(*corner[:dim], slice(n, None))]
         if rest.numel():
             rest.fill_(value)
@@ -63,5 +63,5 @@ def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return src[-1]
     count = mask.sum()
-    last = src.index_select(0, (count - 1).clamp(min=0).reshape(1)).reshape(())  # src[..] would wait for the count
+    last = src.index_select(0, (count - 1).clamp(min=0).reshape(1)).reshape(())  # src[..] would synchronise
     return torch.where(count > 0, last, zero)

@@ -9,7 +9,7 @@
     graph     scatter k, ...    scatter k+1, ...                  reads the slot over the bus, writes the buffers
 
 The scatter is one kernel that reads the slot in place, so only live data crosses the bus. It counts finished steps on
-the device and in a word that the host reads: the host makes no call but the replay, and reuses a slot only when its
+the device and in a word that the host reads: the host calls nothing but the replay, and reuses a slot only when its
 step has been read.
 """
 
@@ -26,14 +26,14 @@ import torch
 from kvstrata.backends import resolve
 
 from . import reference
-from .copies import Bound, Fill, Look, check_count, check_fill, check_list, check_source, move_of, names_of
+from .copies import Bound, Fill, Signature, check_count, check_fill, check_list, check_source, move_of, names_of
 from .memory import ALIGN, aligned
 from .plan import _spread, check_buffers
 
 if TYPE_CHECKING:
     from . import cuda as copy_cuda
 
-STAGED_BLOCKS = 64  # most per buffer: all blocks must be resident, because they wait for the first
+STAGED_BLOCKS = 64  # maximum per buffer: all blocks must be resident, because they wait for the first
 HEAD = 64  # words of a slot's header, cached on the device
 PATIENCE = 0.001  # seconds of polling the word before synchronising
 
@@ -120,7 +120,7 @@ class HostStage:
         return self._views[self._written & 1]
 
     def commit(self, shapes: Sequence[Sequence[int] | None]) -> None:
-        """Hand over the slot that was filled through ``views``.
+        """Publish the slot that was filled through ``views``.
 
         Args:
             shapes: per buffer the shape of the filled corner, or None to leave that buffer as it is. Of three
@@ -187,7 +187,7 @@ class HostStage:
                 )
 
     def node(self, dst: Sequence[torch.Tensor] | None = None) -> Scatter:
-        """Make the copy of the next step, to be captured.
+        """Create the copy of the next step, to be captured.
 
         Args:
             dst: the leading part of each buffer, such as ``buffer[:batch]`` of ``[D0, D1, D2]``; None is all of them.
@@ -252,7 +252,7 @@ class Scatter:
         for i, target in enumerate(self._dst):
             area = stage._views[0][i]
             source = area[tuple(slice(0, n) for n in target.shape)]
-            move = move_of(Look.of(source), Look.of(target), stage.fill[i], True)
+            move = move_of(Signature.of(source), Signature.of(target), stage.fill[i], True)
             rows, columns = Bound(sizes[2 * i : 2 * i + 1]), Bound(sizes[2 * i + 1 : 2 * i + 2])
             if target.dim() < 2:
                 bounds: tuple[Bound | None, int, Bound | None] = (rows, 0, None)

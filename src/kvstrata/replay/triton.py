@@ -1,4 +1,4 @@
-"""The copies of a plan in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""The copies of a plan in Triton: the portable GPU path, run by the interpreter in CI.
 
 Triton has no structs by value, so descriptors are a table of int64 on the device, cached per set of source
 addresses: a new set costs a small upload, so it must have run once before graph capture.
@@ -39,7 +39,7 @@ def _to_bf16(x):
 
 @triton.jit
 def _cast(source, target, source_kind, target_kind, mask):
-    """A value from one dtype to another, by way of int64 or float32."""
+    """Convert a value from one dtype to another through int64 or float32."""
     whole = tl.zeros(source.shape, tl.int64)
     real = tl.zeros(source.shape, tl.float32)
     if (source_kind == 0) | (source_kind == 8):
@@ -83,7 +83,7 @@ def _cast(source, target, source_kind, target_kind, mask):
 
 @triton.jit
 def _live(pointer, wide, per, extra, mask):
-    """Counts of a bound at addresses: ``ceil(count / per) + extra``; what is below zero covers nothing."""
+    """Counts of a bound at addresses: ``ceil(count / per) + extra``; negative counts cover nothing."""
     narrow = tl.load(pointer.to(tl.pointer_type(tl.int32)), mask=mask & (wide == 0), other=0).to(tl.int64)
     count = tl.load(pointer.to(tl.pointer_type(tl.int64)), mask=mask & (wide != 0), other=0)
     count = tl.where(wide != 0, count, narrow)
@@ -153,7 +153,7 @@ def blocks_of(move: Move) -> int:
 def row_of(
     first: int, source: int, target: int, move: Move, lengths: Bound | None, lengths_step: int, rows: Bound | None
 ) -> list[int]:
-    """A line of the table, in the order the kernel reads it."""
+    """A row of the table, in the order the kernel reads it."""
     flags = (move.fill is not None) | (move.fill_last << 3)
     flags |= (lengths is not None and lengths.tensor.dtype == torch.int64) << 1
     flags |= (rows is not None and rows.tensor.dtype == torch.int64) << 2

@@ -1,4 +1,4 @@
-"""K/V enters: rows into 16-bit or fp8 blocks, or quantised into packed pages."""
+"""Writing K and V: rows into 16-bit or fp8 blocks, or quantised into packed pages."""
 
 from .op import store_kv
 from .packed.copy import copy_pages

@@ -153,7 +153,7 @@ def _longest(task: Task) -> int:
 # Crossover points of the kernels, measured on an H200: `docs/perf-log.md`.
 SMALL = 10 << 20  # bytes stored; below it wide blocks start soonest
 BULK_FROM = 24 << 20  # bytes stored; below it the direct kernel starts sooner
-BULK_FROM_LATENT = 9 << 20  # without V, where a thread of the direct kernel has half as many bytes in flight
+BULK_FROM_LATENT = 9 << 20  # without V, if a thread of the direct kernel has half as many bytes in flight
 BULK_ROW = 1024  # bytes of a contiguous row; below it there are too many bulk copies
 BULK_STAGE = 4096  # bytes in flight per block
 BULK_CHUNK = 2048  # the longest single copy
@@ -230,7 +230,7 @@ def plan(
     overlap: bool,
     config: Config | None = None,
 ) -> jit.Launch:
-    """Launch of a task, complete but for the pointers."""
+    """Launch of a task, complete except for the pointers."""
     shape = shape_of(task, address_bits)
     arch = jit.arch_of(slot_mapping.device)
     if config is None:

@@ -1,7 +1,7 @@
-"""``store_kv``: K and V rows enter the blocks of a paged cache.
+"""``store_kv``: writes K and V rows into the blocks of a paged cache.
 
 A call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan, cached per
-thread. The layers of a model call with the same combination over and over, so the latest plan is tried first and one
+thread. The layers of a model call with the same combination repeatedly, so the latest plan is tried first and one
 comparison in C++ decides whether it fits. Under tracing (``torch.compile``, fake tensors, dispatch modes) the call
 becomes the operator ``kvstrata::store_kv``, which mutates the two caches.
 """
@@ -28,19 +28,19 @@ Launch = Callable[..., None]  # takes addresses in the order of the kernel's par
 
 
 class StorePlan:
-    """Launch of a checked combination, and the guard that recognises another call of the same one."""
+    """Launch of a checked combination, and the guard that recognises further calls of it."""
 
     def __init__(self, tensors: Tensors, layout: str, backend: str, overlap: bool, address_bits: int) -> None:
         k_cache, slot_mapping = tensors[2], tensors[4]
         task = check_call(tensors, layout)
-        asked, backend = backend, resolve(backend, k_cache.device, BACKENDS)
+        requested, backend = backend, resolve(backend, k_cache.device, BACKENDS)
         if overlap and not backend.startswith("cuda"):
             raise ValueError(f"overlap: expected a CUDA C++ backend, got {backend!r}")
         if overlap and (capability := torch.cuda.get_device_capability(k_cache.device)) < (9, 0):
             raise ValueError(f"overlap: expected compute capability (9, 0), {k_cache.device} has {capability}")
         self.address_bits = address_bits
         self.guard = guard_of([t for t in tensors if t is not None])
-        self.options: tuple[Any, ...] | None = None  # of a call that may be repeated by `launch` alone
+        self.options: tuple[Any, ...] | None = None  # options of calls that `launch` alone can repeat
         self.run: Run
         if task.elements == 0 or task.slots_in_cache == 0:
             self.run = lambda tensors: None
@@ -51,7 +51,7 @@ class StorePlan:
         else:
             self.launch = launch = _cuda(task, slot_mapping, backend, overlap, address_bits)
             self.run = lambda tensors: launch(*_addresses(tensors))
-            self.options = (layout, asked, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
+            self.options = (layout, requested, overlap, *(tensors[i] is None for i in (1, 3, 5, 6)))
 
 
 def _triton(task: Task) -> Run:
@@ -96,7 +96,7 @@ class _Plans(PerThread[StorePlan]):
         plan = self.known.get(key)
         if plan is None:
             plan = self.known[key] = StorePlan(tensors, layout, backend, overlap, address_bits)
-        else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
+        else:  # equal to a kernel, but not to the guard: grad or inference mode changed
             plan.guard = guard_of([t for t in tensors if t is not None])
         self.latest = plan
         return plan
@@ -121,10 +121,10 @@ def _addresses(tensors: Tensors | tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _store(*arguments: Any) -> None:
-    """Operator ``kvstrata::store_kv``: find or make the plan of a call, and run it."""
+    """Operator ``kvstrata::store_kv``: find or create the plan of a call, and run it."""
     tensors, (layout, backend, overlap) = Tensors(*arguments[:7]), arguments[7:]
     addresses = _addresses(tensors)
-    # Low bits of the addresses of rows and caches: they limit the width of an access.
+    # Low bits of the addresses of rows and caches, which limit the access width.
     address_bits = (addresses[0] | addresses[1] | addresses[3] | addresses[4]) & 15
     _plans.find(tensors, layout, backend, overlap, address_bits).run(tensors)
 
@@ -181,7 +181,7 @@ def store_kv(
             ``k * (1 / k_scale)``, rounded to nearest even and saturated. None is 1.
         v_scale: scale of V; ``[H]`` if ``k_scale`` is, else one value.
         layout: ``NHD`` or ``HND``, of a cache in blocks.
-        check: raise IndexError for a slot past the end, before anything is written. Waits for the GPU.
+        check: raise IndexError for a slot past the end, before anything is written. Synchronises with the GPU.
         overlap: launch with programmatic stream serialization (sm_90): the kernel may start before the previous one in
             the stream ends; it waits for that one's writes before it reads.
         backend: ``auto``, ``reference``, ``triton``, ``cuda``, or one of its kernels: ``cuda_direct``,
@@ -208,7 +208,7 @@ def store_kv(
     if _is_compiling():
         torch.ops.kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout, backend, overlap)
         return
-    # The path of almost every call, written out: its host time is half of what the launch takes. The guard fails for
+    # The path of almost every call, inlined: its host time is half that of the launch. The guard fails for
     # other shapes, strides or dtypes, for subclasses and under dispatch modes.
     plan = _plans.latest
     if plan is not None and plan.options == (

@@ -28,7 +28,7 @@ class PagedCache:
         ValueError, TypeError: an argument has a wrong shape, stride, value, device or dtype; the error names it. Block
             numbers and lengths are not checked against their bounds, which would read them back from the device.
 
-    Never mutates its tensors; ops read what they hold at the time of the call. Safe under CUDA-graph capture: write the
+    Never mutates its tensors; ops read their contents at the time of the call. Safe under CUDA-graph capture: write the
     block table and lengths of the next step into the same tensors before a replay.
 
     Example:

@@ -1,4 +1,4 @@
-"""``store_kv`` in plain torch: the CPU path, and the reference of the kernels' tests."""
+"""``store_kv`` in plain torch: the CPU path and the reference for the kernels."""
 
 from __future__ import annotations
 

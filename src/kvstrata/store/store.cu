@@ -1,14 +1,14 @@
-// K and V rows into their pages, both in one launch.
+// Writes K and V rows into their blocks, both in one launch.
 //
 //   source   K [tokens, heads, dim]          V [tokens, heads, dim]          any token and head stride
 //   cache    page = slot / kPageSize, row = slot % kPageSize, strides as given: NHD, HND and flat are one case
 //
-// A row of one head is cut into vectors: as many elements as one thread moves at a time (16 bytes where alignment
+// A row of one head is divided into vectors: as many elements as one thread moves at a time (16 bytes if alignment
 // allows). All vectors of a side are numbered (token, head, vector); a block takes kThreads * kPer consecutive ones of K
 // and the same range of V, so rows of any width keep every thread busy, and heads run in parallel within a block.
 // Slots outside the cache, negative ones included, are skipped.
 //
-// Three ways to move a vector, one arithmetic for where it goes:
+// Three ways to move a vector, with the same address arithmetic:
 //   store_direct   registers; slot, K and V loads are all issued before the first store
 //   store_staged   cp.async into shared memory, double buffered over a persistent loop
 //   store_bulk     sm_90 bulk copies of whole rows through shared memory, no registers (same dtype only)
@@ -31,7 +31,7 @@ struct Strides {  // in bytes
   i64 cache_page, cache_row, cache_head;
 };
 
-// What changes from call to call comes first, so that the host rewrites one run of bytes.
+// Fields that change from call to call come first, so that the host rewrites one run of bytes.
 struct Params {
   Pointers k, v;
   const void* slot_mapping;
@@ -45,7 +45,7 @@ struct Side : Pointers, Strides {
       : Pointers(pointers), Strides(strides) {}
 };
 
-// What happens to a vector on its way: nothing, or rounding to fp8.
+// Conversion of a vector: none, or rounding to fp8.
 template <int kVectorBytes>
 struct Copy {
   static constexpr int kIn = kVectorBytes, kOut = kVectorBytes;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Index vectors_of(const Params& p) {
   return static_cast<Index>(p.tokens) * (kHeads * kVectors);
 }
 
-// A plain load: it stays behind wait_for_previous(), which is all that a read-only one could not promise.
+// A plain load: it stays behind wait_for_previous(), which a read-only load would not guarantee.
 template <class Slot>
 __device__ __forceinline__ i64 slot_of(const Params& p, int token) {
   return static_cast<const Slot*>(p.slot_mapping)[token * p.slot_stride];
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) store_direct(const __grid_constant__
   release_next();
 }
 
-// One side's share of a thread in shared memory. A thread reads back only what it copied itself, so waiting for its
+// One side's share of a thread in shared memory. A thread only reads back what it copied itself, so waiting for its
 // own groups is enough and there is no barrier.
 template <class Op, int kHeads, int kVectors, int kPageSize, class Slot, class Index, bool kScalePerHead, int kThreads,
           int kPer>
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kThreads) store_staged(const __grid_constant__
   release_next();
 }
 
-// Rows as bulk copies: thread i of a block moves row i, so a block has kRows rows under way and spends a dozen
-// instructions on each. A row is one head of one token, or a whole token where heads adjoin. The first half of the
+// Rows as bulk copies: thread i of a block moves row i, so a block has kRows rows in flight and spends a dozen
+// instructions on each. A row is one head of one token, or a whole token if heads are contiguous. The first half of the
 // grid moves K, the second V: memory then sees one stream of reads and one region of writes at a time.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, unsigned barrier) {

@@ -1,4 +1,4 @@
-"""``store_kv`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``store_kv`` in Triton: the portable GPU path, run by the interpreter in CI.
 
 Same-dtype rows move as integers, so every bit pattern survives. fp8 is rounded by integer arithmetic, which gives
 the same bytes on every GPU generation.

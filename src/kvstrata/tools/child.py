@@ -1,4 +1,4 @@
-"""Programs that run others (a profiler, a sanitizer), ended with all that they started when their time is up."""
+"""Runs other programs (a profiler, a sanitizer) and kills them with all their children when their time is up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Late(Exception):
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Run a command; returns stdout and stderr together, and the exit code. `environment` is added to ours.
+    """Run a command; returns stdout and stderr together, and the exit code. `environment` extends ours.
 
     Its children are killed too: a survivor would hold the pipe that is read here.
     """
@@ -54,6 +54,6 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         if isinstance(error, subprocess.TimeoutExpired):
             tail = " / ".join(line for line in printed.splitlines()[-3:] if line.strip())
             last = f"; its last lines: {tail}" if tail else ""
-            raise Late(f"took more than {seconds:.0f} s and was ended{last}", printed) from error
+            raise Late(f"took more than {seconds:.0f} s and was killed{last}", printed) from error
         raise
     return printed, process.returncode

@@ -1,4 +1,4 @@
-"""The command line: one function per command, here or in its own module. Commands import what they need when run."""
+"""The command line: one function per command, here or in its own module. Commands import lazily."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bench(
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace these cases of it.")
+        bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace only these cases.")
     ] = False,
     device: Where = Device.auto,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
@@ -68,13 +68,13 @@ def bench(
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Check, then time, our kernels against their peers.
+    """Check, then time, our kernels and their peers.
 
-    Every contender is checked on the very inputs that are timed; one that is wrong gets no speed, and if it is ours
-    the exit code is 1. Samples are cold (cache flushed), interleaved, and given with a 95 % interval.
+    Every contender is checked on the inputs that are timed; one that is wrong gets no speed, and if it is ours
+    the exit code is 1. Samples are cold (caches flushed) and interleaved, and come with a 95 % interval.
 
     --against compares our rows with an earlier result on the same machine: a file, or RESULTS/<machine>/<op>.json at a
-    git revision. A case got slower when the intervals of its medians do not overlap, the medians differ by more than
+    git revision. A case got slower if the intervals of its medians do not overlap, the medians differ by more than
     2 % and a rank test of the samples gives p < 0.05; then the exit code is 1.
 
     Example: kvstrata bench store --quick

@@ -15,7 +15,7 @@ from . import terminal as ui
 if TYPE_CHECKING:
     from .profile.profile import Profile
 
-NO_TOOL = 3  # exit code: the tool that a command drives is not there, or may not do its work
+NO_TOOL = 3  # exit code: the tool that a command needs is missing or lacks permission
 
 
 Op = Annotated[str, typer.Argument(help="Op: decode, packed, prefill, quantize, replay, settle, step or store.")]
@@ -40,7 +40,7 @@ def profile(
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/profile_<op>.json and docs/profiles/<op>.md.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Summary to write, with its JSON beside it; --save overrides it.")] = Path(
+    out: Annotated[Path, typer.Option(help="Summary to write, next to its JSON; --save overrides it.")] = Path(
         "profile_summary.md"
     ),
     minutes: Annotated[
@@ -52,11 +52,11 @@ def profile(
 ) -> None:
     """Find what bounds a kernel: Nsight Compute on bench cases.
 
-    L2 hits, DRAM, tensor cores, issue slots, occupancy, registers, bank conflicts and what warps wait for, one launch
-    of each of our kernels, caches flushed. A summary is written to profile_summary.md, and its JSON beside it.
+    Reports L2 hits, DRAM, tensor cores, issue slots, occupancy, registers, bank conflicts and stall reasons for one
+    launch of each of our kernels, with caches flushed. Writes a summary to profile_summary.md, and its JSON next to it.
 
-    A gate with a signed number is about the change against --against or --compare: percentage points for shares,
-    percent for the rest; without a sign it is about the value. Exit code 1: a gate was missed, or a case could not be
+    A gate with a signed number limits the change against --against or --compare: percentage points for shares,
+    percent for the rest; without a sign it limits the value. Exit code 1: a gate was missed, or a case could not be
     profiled; 3: no ncu, or no permission to read the counters, in which case only times, registers and shared memory
     are reported.
 
@@ -79,7 +79,7 @@ def profile(
     try:
         gates = [profiles.gate_of(text) for text in gate or []]
         if against and compare:
-            raise ValueError("--against and --compare exclude each other: both say what to compare with")
+            raise ValueError("--against and --compare exclude each other: both name what to compare with")
         before: Profile | None = None
         if compare and all(Path(name).is_file() for name in compare):
             before, after = (profiles.load(Path(name)) for name in compare)
@@ -127,24 +127,24 @@ def check(
     tools: Annotated[
         str, typer.Option(help="Tools of compute-sanitizer, comma-separated; none skips them.")
     ] = "memcheck,racecheck,initcheck,synccheck",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a look, not evidence.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a first look, not evidence.")] = False,
     device: ui.Where = ui.Device.auto,
     seed: Annotated[int, typer.Option(help="Seed of the first trial; a failure reports its seed.")] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Limit of a sweep or a tool; exceeding it is a failure.")
+        float, typer.Option(min=0.01, help="Time limit of a sweep or a tool; exceeding it is a failure.")
     ] = 7.0,
     save: Annotated[
-        bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, failures included.")
+        bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, including failures.")
     ] = False,
     results: ui.Results = Path("results"),
     revision: ui.Revision = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Check that the op is correct on this machine. Exit code 1 if any check fails.
+    """Check that an op is correct on this machine. Exit code 1 if any check fails.
 
-    First every kernel of ours in the quick cases of bench, by their own checks; then random small trials of every
+    First, every kernel of ours in the quick cases of bench, with their own checks; then random small trials of every
     backend that runs here, against plain torch, for a few seconds each; then some of these under the tools of
-    compute-sanitizer. On a GPU sweeps and tools run side by side.
+    compute-sanitizer. On a GPU, sweeps and tools run in parallel.
     Without a GPU the CPU backends are checked, and the sanitizer is skipped.
 
     Example: kvstrata check store
@@ -208,11 +208,11 @@ def report(
 ) -> None:
     """Render saved results: as one self-contained page, or as the tables and figures of the documents.
 
-    --out writes a page that needs nothing else, no network and no script: every op with its peers, intervals, a
+    --out writes a self-contained page without network access or scripts: every op with its peers, intervals, a
     roofline, speed-ups, its history in git, profiles and the environment.
 
-    Without --out and --markdown the documents are brought up to date. A table stands between <!-- kvstrata:store -->
-    and <!-- /kvstrata:store -->; the first marker may carry options: rows=GLOB contenders=GLOB columns=us,tb_s,speedup
+    Without --out and --markdown the documents are updated. A table is between <!-- kvstrata:store -->
+    and <!-- /kvstrata:store -->; the first marker may have options: rows=GLOB contenders=GLOB columns=us,tb_s,speedup
     pivot=us on=nvidia-h200.
 
     Example: kvstrata report --out report.html
@@ -223,7 +223,7 @@ def report(
     """
     if out or markdown:
         if documents or check:
-            ui.refuse("--out and --markdown write a page of their own: leave out documents and --check")
+            ui.refuse("--out and --markdown write a separate page: leave out documents and --check")
         written = _page(results, out, markdown)
         stale: list[Path] = []
     else:
@@ -298,7 +298,7 @@ def _take(op: str, wanted: list[str], contender: str | None, revision: str | Non
     cases.find(op)
     where = ui.device_of(ui.Device.auto)
     if where.type != "cuda":
-        ncu.find()  # a missing ncu is reported first
+        ncu.find()  # report a missing ncu first
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
     names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
     sizes = {name: case.bytes for name, case in cases.by_name(op, where).items()}

@@ -1,4 +1,4 @@
-"""Files as they were at earlier revisions, where a folder is in a git checkout."""
+"""Files at earlier revisions, if a folder is in a git checkout."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def at(path: Path, revision: str) -> str:
-    """The file's text at a revision; LookupError says what is not there."""
+    """The file's text at a revision; LookupError says what is missing."""
     folder = next((p for p in path.resolve().parents if p.is_dir()), Path.cwd())
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None:
-        raise LookupError(f"{revision!r} is no file, and {folder} is in no git checkout where it could be a revision")
+        raise LookupError(f"{revision!r} is not a file, nor a revision: {folder} is not in a git checkout")
     root = Path(top.strip())
     if _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}") is None:
         raise LookupError(f"{revision!r} is neither a file nor a revision of {root.name}")

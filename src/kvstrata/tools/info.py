@@ -63,7 +63,7 @@ def caches() -> dict[str, dict[str, Any]]:
 
 
 def tables(slug: str) -> list[dict[str, Any]]:
-    """Tuned tables: the user's, which come first, and those that ship; `used` marks the ones of this machine."""
+    """Tuned tables: first the user's, then the shipped ones; `used` marks those of this machine."""
     described = []
     for folder in (tuned.user_folder(), tuned.SHIPPED):
         for path in sorted(folder.glob("*.json")):
@@ -125,7 +125,7 @@ def _size(folder: Path) -> dict[str, int]:
         try:
             if path.is_file():
                 sizes.append(path.stat().st_size)
-        except OSError:  # somebody else clears the cache
+        except OSError:  # another process clears the cache
             continue
     return {"files": len(sizes), "bytes": sum(sizes)}
 

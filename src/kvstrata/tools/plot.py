@@ -1,4 +1,4 @@
-"""Figures for documents: one look for all, and the same bytes for the same data. Needs matplotlib."""
+"""Figures for documents: one style for all, and the same bytes for the same data. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents from results: tables between markers and figures, so that no figure in the docs is typed in by hand."""
+"""Documents from results: tables between markers, and figures, so that no number in the docs is typed by hand."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Result = Report | Quality | Drift | Tuning | Gate | Checks
 
 
 class Kind(Protocol):
-    """Results of one command: a module that knows its files, reads them and makes tables of them."""
+    """Results of one command: a module that recognises its files, reads them and renders tables."""
 
-    OPTIONS: set[str]  # of a marker
-    COMMANDS: dict[str, str]  # by glob of a result's name: what writes it, with the op at {}
+    OPTIONS: set[str]  # options of a marker
+    COMMANDS: dict[str, str]  # by glob of a result's name: the command that writes it, with the op at {}
 
     def load(self, path: Path) -> Any: ...
     def caption(self, result: Any) -> str: ...
     def table(self, result: Any, options: dict[str, str]) -> Grid: ...
 
 
-KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that knows a name
+KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that recognises a name is used
 
 
 SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # not drawn: on the GPU as fast as another line, or a probe
-ENGINES = "vllm"  # its contenders are engines, with batches of their own
+ENGINES = "vllm"  # its contenders are engines, with their own batch sizes
 VIEWS = {
     "decode": [
         View(y="vs_peer", rows="mixed0.[2345]-B32-*[0-9],K8V8-B32-*", by="kind"),
@@ -58,14 +58,14 @@ def kind_of(name: str) -> Kind:
 
 
 def load_all(root: Path) -> list[Result]:
-    """Every result under ``<root>/<machine>/`` but profiles, GPUs before CPUs."""
+    """Every result under ``<root>/<machine>/`` except profiles, GPUs before CPUs."""
     paths = sorted(path for path in root.glob("*/*.json") if not path.stem.startswith("profile_"))
     reports: list[Result] = [kind_of(path.stem).load(path) for path in paths]
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
 
 
 def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
-    """The result of an op, on the machine named or on the first that has one."""
+    """The result of an op on the named machine, or on the first that has one."""
     for report in reports:
         if report.op == op and machine in (None, report.machine["slug"]):
             return report
@@ -87,7 +87,7 @@ def render_document(text: str, reports: Sequence[Result]) -> str:
 
 
 def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> list[Path]:
-    """One figure per op, machine and group of cases that differ in one size alone; one of quality against bytes."""
+    """One figure per op, machine and set of cases that differ in one size; one of quality against bytes."""
     paths = []
     for report in reports:
         stem = f"{report.op}-{report.machine['slug']}"

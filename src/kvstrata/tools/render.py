@@ -1,4 +1,4 @@
-"""Tables of text: for the terminal, for Markdown between markers in a document, and for the results page."""
+"""Text tables: for the terminal, for Markdown between markers in a document, and for the results page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass
 class Grid:
-    """A table: ``names`` columns at the left are names, the others figures; rows with the same first cell are a group.
+    """A table: the first ``names`` columns are names, the others numbers; rows with the same first cell form a group.
 
     ``title`` is the caption: above the table in the terminal, below it in a document.
     """
@@ -46,7 +46,7 @@ class Grid:
         return "\n".join([*lines, *([""] if below else []), *below])
 
     def document(self) -> str:
-        """Markdown with the title below the table, as it stands in documents."""
+        """Markdown with the title below the table, as in documents."""
         return f"{self.markdown()}\n\n<sub>{self.title}.</sub>"
 
 

@@ -1,6 +1,6 @@
-"""Result files: ``results/<machine>/<name>.json``, readable, written in one step and checked when read.
+"""Result files: ``results/<machine>/<name>.json``, readable, written atomically and checked when read.
 
-Every command has rows of its own (``bench/results.py``, ``tune/results.py``, ...); how they become files is here.
+Every command has its own rows (``bench/results.py``, ``tune/results.py``, ...); this module turns them into files.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def dumps(fields: dict[str, Any], lists: Collection[str] = ("rows",)) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a file in one step: readers see the old text or the new one."""
+    """Write a file atomically: readers see the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(draft, 0o644)  # mkstemp's 0600 is for secrets
+        os.chmod(draft, 0o644)  # mkstemp creates 0600
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)
@@ -66,7 +66,7 @@ def reading(name: object, what: str) -> Iterator[None]:
 
 
 def parse(text: str, **expected: str) -> dict[str, Any]:
-    """Fields of a result file without the schema and the ``expected`` ones; ValueError if one of these differs."""
+    """Fields of a result file without the schema and the ``expected`` ones; ValueError if one of those differs."""
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, got {type(fields).__name__}")
@@ -94,7 +94,7 @@ def _built(hint: Any, value: Any) -> Any:
 
 
 def loads(kind: type[T], text: str, name: object, what: str, /, **expected: str) -> T:
-    """Read the text of a file; ValueError, which calls it ``name``, if it is not ``what`` is expected."""
+    """Read the text of a file; ValueError, which names it ``name``, if it is not ``what`` is expected."""
     with reading(name, what):
         return build(kind, parse(text, **expected))
 

@@ -26,7 +26,7 @@ class Device(str, Enum):
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Where = Annotated[Device, typer.Option(help="Where to run; auto takes a GPU if there is one.")]
+Where = Annotated[Device, typer.Option(help="Where to run; auto uses a GPU if there is one.")]
 Revision = Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")]
 Precision = Annotated[
     str | None,
@@ -99,14 +99,14 @@ def text_of(error: Exception) -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """Say in one line what is wrong with the request; exit code 2."""
+    """Print in one line what is wrong with the request; exit code 2."""
     typer.echo(f"kvstrata: {message}", err=True)
     raise typer.Exit(2)
 
 
 @contextmanager
 def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Errors of arguments and files become one line and exit code 2; ``also`` are further exceptions that do."""
+    """Turn errors of arguments and files, and ``also`` further exceptions, into one line and exit code 2."""
     kinds: tuple[type[Exception], ...] = (LookupError, ValueError, OSError, *also)
     try:
         yield
@@ -115,7 +115,7 @@ def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
 
 
 def need(packages: Iterable[str], extra: str, what: str) -> None:
-    """Refuse if a package is not installed, and say which extra brings it."""
+    """Refuse if a package is not installed, and name the extra that installs it."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             refuse(f"{what} needs {name}: pip install 'kvstrata[{extra}]'")

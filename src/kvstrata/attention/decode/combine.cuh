@@ -3,8 +3,8 @@
 // A warp takes a batch of partials at a time: each lane computes the weight of one, then all lanes read their dims of every
 // one. Partials of quantised tiers are summed in the rotated space and rotated back once.
 //
-// A kernel that has room to start beside decode (P::kRehearses) runs twice: before its wait without loads and stores (`live`
-// is false), so that its machine code is in the instruction cache, and then in earnest.
+// A kernel that has room to start while decode still runs (P::kRehearses) runs twice: before its wait without loads and stores
+// (`live` is false), so that its machine code is in the instruction cache, and then for real.
 #pragma once
 #include "divide.cuh"
 #include "mma.cuh"
@@ -74,7 +74,7 @@ struct Found {
   }
 };
 
-// Score of K's centre, in log2 units, to add to every score of codes of a column. May be read before the wait, too.
+// Score of K's centre, in log2 units, to add to every score of codes of a column. May also be read before the wait.
 template <class In, int kDim, class P>
 __device__ __forceinline__ float centre_score(const P& p, const Column& column) {
   if (!p.centre) return 0.f;
@@ -127,7 +127,7 @@ struct Sums {
         if (!half || first + half * step < found.all) {
 #pragma unroll
           for (int a = half; a < half + kHalf; a++) {
-            // The first slot in place of none, so that nothing branches: what is read there does not count.
+            // The first slot instead of none, to avoid a branch: what is read there does not count.
             const i64 from = static_cast<i64>(max(__shfl_sync(~0u, slot, a), 0)) * (stride * kDim);
 #pragma unroll
             for (int j = 0; j < kPer; j++) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void combine_column_alone(const P& p) {
 template <class In, int kDim, int kWarps, int kAhead, class P>
 __device__ __forceinline__ void combine_column(const P& p) {
   constexpr int kPer = Sums<kDim, P::kRows>::kPer, kFirst = Sums<kDim, P::kRows>::kFirst;
-  constexpr int kGroup = kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;  // of lanes that sum up the warps
+  constexpr int kGroup = kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;  // lanes that sum up the warps
   __shared__ float2 sums[kWarps];  // m and sum of each warp
   __shared__ float4 outs[2 - kFirst][kPer][kWarps][32];
   const Column column(p, blockIdx.x);
@@ -260,7 +260,7 @@ __device__ __forceinline__ void combine_column(const P& p) {
     if (live) {
       wait_for_previous();
       release_next();
-      __syncthreads();  // the first warp may still read what the others wrote in the pass before
+      __syncthreads();  // the first warp may still read what the others wrote in the previous pass
     }
     Sums<kDim, P::kRows> s;
     s.template add_all<kAhead>(p, found, centre, column.number, warp, kWarps, slot, live);

@@ -3,12 +3,12 @@
     worklist.cu   counts, page tables --> stages in (tier, request, KV head) order, split into chunks of equal cost
     decode.cu     a warp takes a chunk: pages --> partials
     combine.cu    partials --> out, lse
-    rows.cu       table row of each request, where row i is not request i
-    observe.cu    at the beginning of a step: the layers whose mass becomes importance (observe.py)
+        rows.cu       table row of each request, if row i is not request i
+        observe.cu    at the start of a step: selects the layers whose mass is added to importance (observe.py)
 
-`WorkPlan` holds the list and the scratch of one shape of call. The device makes the list before every use or, with a
-`DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape and stream
-(`decode`), for any layer.
+`WorkPlan` holds the work list and the scratch memory for one shape of call. The device builds the list before every use
+or, with a `DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape
+and stream (`decode`), for any layer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEPT = 8  # plans per cache for calls that pass none
 ALONE = 12  # up to this many chunks per KV head of a request, one warp combines the partials
 
 WORKLIST = struct.Struct(f"9q4q4q15i{3 * MAX_TIERS}i4x")
-DECODE = struct.Struct("10q5q6i2f3i5q")  # then those of observe_cuda.PLACE
+DECODE = struct.Struct("10q5q6i2f3i5q")  # followed by observe_cuda.PLACE
 COMBINE = struct.Struct("9q7q7if")
 ROWS_AT_ONCE = 1016  # as in rows.cu
 ROWS = struct.Struct(f"q2i{ROWS_AT_ONCE}i")
@@ -150,7 +150,7 @@ def list_parts(head_caches: int, tiers: int) -> tuple[int, int]:
 
 
 class WorkPlan:
-    """Work list and scratch of calls with these sizes, for one layer or several consecutive ones.
+    """Work list and scratch memory of calls with these sizes, for one layer or several consecutive ones.
 
     ``fixed_split``: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
     the rest of the batch, so that the output of a request is batch-invariant.
@@ -218,7 +218,7 @@ class WorkPlan:
         self._captured = False
         self._launches: dict[Hashable, jit.Launch] = {}
         self._worklist = self._make_worklist(source)
-        self._rows_kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))  # now: not in a capture
+        self._rows_kernel = jit.load(FOLDER / "rows.cu", "rows", jit.arch_of(self.device))  # not during a capture
         if observation is not None:
             self._observe_kernel = jit.load(FOLDER / "observe.cu", "observe", jit.arch_of(self.device))
 
@@ -252,7 +252,7 @@ class WorkPlan:
         return jit.Launch(kernel, (self.at_once, parts), 1024, params, shared=shared)
 
     def read(self, source: Source, requests: tuple[int, ...]) -> None:
-        """Make the next list from another layer, or for other requests, with the same sizes."""
+        """Build the next list from another layer, or for other requests, with the same sizes."""
         if self.requests != requests:
             self._set_requests(requests)
             struct.pack_into("q", self._worklist.params, 0, self.rows)
@@ -261,7 +261,7 @@ class WorkPlan:
         struct.pack_into(PLAIN[1], self._worklist.params, PLAIN[0], source.rows[0])
 
     def update(self, rows: bool = True) -> None:
-        """Make the list from the current contents of the cache; ``rows``: send the rows of `requests` first."""
+        """Build the list from the current contents of the cache; ``rows``: upload the rows of `requests` first."""
         if self.head_caches:
             if rows and self.rows:
                 self._send_rows()
@@ -289,10 +289,10 @@ class WorkPlan:
         self._lists = (capture, first)
 
     def _index(self, layer: int) -> int:
-        """Index of a layer's list, which is made if it is not current.
+        """Index of a layer's list, which is built if it is not current.
 
-        A replay leaves lists that the host does not know of, and may start from any. So a capture relies only on lists
-        that it made itself, and eager calls rely on none once there was a capture.
+        A replay changes lists without the host noticing, and may start from any state. So a capture relies only on
+        lists that it built itself, and eager calls rely on none after a capture.
         """
         if self.at_once == self.layers:
             return layer
@@ -326,7 +326,7 @@ class WorkPlan:
     def _decode(
         self, job: Job, x: Source, index: int, lse: torch.Tensor | None, mass: torch.Tensor | None, place: bytes = b""
     ) -> None:
-        """Attend; with ``mass`` or ``place`` (`observe_cuda.place`) make the second pass, which adds to it."""
+        """Attend; with ``mass`` or ``place`` (`observe_cuda.place`) run the second pass, which adds to it."""
         q, second = job.q, mass is not None or bool(place)
         size, log2e = q.element_size(), math.log2(math.e)
         ordered = second or job.sliding_window is not None or self.q_len > 1
@@ -355,7 +355,7 @@ class WorkPlan:
 
     def _combine(self, job: Job, x: Source, index: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         q = job.q
-        # A softcap applies to whole scores, so decode.cu then adds the centre's part itself.
+        # A softcap applies to complete scores, so decode.cu then adds the centre's part itself.
         centre = None if job.softcap or x.centre is None else x.centre
         params = COMBINE.pack(
             self.partial_out.data_ptr(), self.partial_sum.data_ptr(), _row(self.slots, index), out.data_ptr(),
@@ -419,7 +419,7 @@ def _plan_of(job: Job, source: Source, device: int) -> WorkPlan:
 
 
 def decode(job: Job) -> Result:
-    """Run one call; without a plan it makes its own list and keeps the scratch for the next call of this shape."""
+    """Run one call; without a plan it builds its own list and keeps the scratch memory for calls of this shape."""
     if (q := _aligned(job.q)) is not job.q:
         job = job._replace(q=q)
     device = q.get_device()

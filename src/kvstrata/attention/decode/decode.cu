@@ -6,9 +6,9 @@
 //   V: dims are the rows; the weights are transposed between the two products by movmatrix
 //
 // With kMass the kernel makes a second pass over K alone, after combine.cu: m is then the log-sum-exp of all scores, and the
-// output is the weight of every token, summed over the columns. With kObserve, too, the importance of tokens in their pages
-// changes by it instead (observe.py). What a pass or a cache does not need is no part of its kernel: mixed tiers wait for
-// instructions, and 330 more of 5,500, never executed, took 4 % on an H200 (docs/perf-log.md).
+// output is the weight of every token, summed over the columns. With kObserve the result is added to the importance of tokens
+// in their pages instead (observe.py). Code that a pass or a cache does not need is not compiled into its kernel: mixed tiers
+// wait for instructions, and 330 more of 5,500, never executed, took 4 % on an H200 (docs/perf-log.md).
 //
 //   decode_stage.cuh   loading of pages     decode_codes.cuh  a stage of codes    decode_softmax.cuh  scores to weights
 //   decode_query.cuh   queries as operands  decode_rows.cuh   a stage of rows     decode_state.cuh    shared state
@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   Ring<2> ring(bars + warp * 2);
   wait_for_previous();
   release_next();
-  if (kObserve && !p.weights[p.rows]) return;  // another layer's turn
+  if (kObserve && !p.weights[p.rows]) return;  // not observed in this step
 
-  // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks.
+  // Blocks i, i + multiprocessors, .. share a multiprocessor; they take adjacent chunks.
   const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
   const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave;
   for (int chunk = number * kWarps + warp; chunk < p.chunks; chunk += gridDim.x * kWarps) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ void change_exponent(State<kDim, kN>& st, int exponen
 }
 
 // A stage of codes, kSpan tiles at a time: enough work for the tensor cores, and small code. `position`: of its first token,
-// where positions are consecutive.
+// if positions are consecutive.
 template <class T, class P, bool kMass, bool kObserve, int kDim, int kN>
 __device__ __forceinline__ void attend_codes(const Params& p, State<kDim, kN>& st, const unsigned char* stage, int tokens,
                                              int bucket, int position = 0) {

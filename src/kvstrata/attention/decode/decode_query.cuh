@@ -89,11 +89,11 @@ __device__ __forceinline__ unsigned powers_of(f16, unsigned x) { return ((x & 0x
 __device__ __forceinline__ unsigned powers_of(bf16, unsigned x) { return (x * 128 + 0x3f803f80u) & 0x7f807f80u; }
 
 // Multiplies the queries that load_query read by powers of two [D], which is exact. One loop for both orders of dims: code
-// that mixed tiers do not share costs them more than what it computes.
+// that mixed tiers do not share costs them more than its arithmetic.
 template <class In, int kDim, int kN>
 __device__ __forceinline__ void balance_exactly(State<kDim, kN>& st, const signed char* powers, bool lossy) {
   const int t = threadIdx.x & 3;
-  const signed char* first_steps[2][2];  // in the first two steps; later ones are as far from them in both orders
+  const signed char* first_steps[2][2];  // in the first two steps; later ones have the same offsets in both orders
 #pragma unroll
   for (int i = 0; i < 4; i++) first_steps[i / 2][i % 2] = powers + (lossy ? 16 * (i / 2) + 2 * t + 8 * (i % 2) : 2 * i + 8 * t);
 #pragma unroll
@@ -169,7 +169,7 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
     if (p.balance) balance_query<In>(st, p.balance + owner.head * kDim);
     if (p.softcap_log2 > 0.f && p.centre) score_centre<In>(p, st, owner);
   } else {
-    if (lossy && (kMass || p.softcap_log2 > 0.f)) score_centre<In>(p, st, owner);  // the centre of K itself
+    if (lossy && (kMass || p.softcap_log2 > 0.f)) score_centre<In>(p, st, owner);  // centre of K, added here
     if constexpr (P::kBalance == kPowers) {
       const int request = p.requests ? __ldg(p.requests + owner.row) : owner.row;
       balance_exactly<In>(st, p.balance + request * p.centre_request + owner.head * kDim, lossy);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void begin_bucket(const P& p, State<kDim, kN>& st, co
       for (int i = 0; i < 4; i++) tops[i] = fmaxf(tops[i], fabsf(x[s][i]));
   }
   float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-  if (__any_sync(~0u, largest > 1e38f)) {  // an infinite query must not make its neighbours small
+  if (__any_sync(~0u, largest > 1e38f)) {  // an infinite query must not scale its neighbours down
     largest = 0.f;
 #pragma unroll
     for (int n = 0; n < kN; n++)

@@ -1,14 +1,14 @@
 // Online softmax of a warp: scores to weights that fit the second product, or to the mass of every token.
 //
 // Scores are in log2 units. The reference m of a column is such that weight * (scale of V) fits fp16; it is not the
-// largest score, and changes only when a stage does not fit (`rebase`): one vote a stage instead of a reduction. A column
-// begins with the first stage that it sees a token of: a reference taken from a hidden stage could be far above all scores
-// to come, whose weights would then underflow.
+// largest score, and changes only when a stage does not fit (`rebase`): one vote per stage instead of a reduction. A column
+// begins with the first stage in which it sees a token: a reference taken from a hidden stage could be far above all later
+// scores, whose weights would then underflow.
 #pragma once
 #include "decode_state.cuh"
 #include "warp.cuh"
 
-// Scores of a stage, m already subtracted: x[tile][column block][row (token g, g + 8)][column]. Scales of V beside them.
+// Scores of a stage, m already subtracted: x[tile][column block][row (token g, g + 8)][column]. And the scales of V.
 template <int kTiles, int kN>
 struct Scores {
   float x[kTiles][kN][2][2];
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_importance(const Params& p, const State<kDi
     }
 }
 
-// Importance after a step in which a token that `seen` queries could have seen since it came got `mass` (observe.py).
+// Importance after a step in which a token that `seen` queries could have seen got `mass` (observe.py).
 template <int kDim, int kN>
 __device__ __forceinline__ float observed(const Params& p, const State<kDim, kN>& st, float old, float mass, int seen) {
   mass = mass < 3e38f ? mass * __fdividef(min(st.weight, seen), min(p.queries, seen)) : 0.f;  // NaN and infinity count as 0

@@ -14,8 +14,8 @@ struct Tier {
 // Split of a tier's page into stages of kTokens tokens. kByPosition: visibility depends on positions.
 template <class T, int kDim, int kPageTokens, bool kByPosition = false>
 struct Part {
-  static constexpr bool kOrdered = kByPosition, kConsecutive = false;  // positions of a stage: stored, or in a row
-  static constexpr bool kSkips = false;  // whether positions before State::skip are hidden
+  static constexpr bool kOrdered = kByPosition, kConsecutive = false;  // positions of a stage: stored, or consecutive
+  static constexpr bool kSkips = false;  // True if positions before State::skip are hidden
   static constexpr int kSteps = kDim / 16, kTiles = kPageTokens / 16, kLimit = 8704;
   template <int kBits> static constexpr bool whole_tiles = kSteps * kBits % 16 == 0 && kBits != 3;
   static constexpr bool kCuts = T::kPlain || (whole_tiles<T::kK> && whole_tiles<T::kV>);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void fill(Ring<2>& ring, int buffer, unsigned char* t
   }
 }
 
-// Rows of a page of store_kv: one copy where they are contiguous, else one row of K and of V per lane.
+// Rows of a page of store_kv: one copy if they are contiguous, else one row of K and of V per lane.
 template <bool kMass, int kDim>
 __device__ __forceinline__ void fill_rows(const Params& p, Ring<2>& ring, int buffer, unsigned char* to, const Stage& stage,
                                           const Sizes& size) {

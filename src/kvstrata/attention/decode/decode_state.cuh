@@ -7,12 +7,12 @@
 
 struct Params {
   const char* q;          // [rows, queries, heads, D]
-  const Stage* stages;    // the layer's
+  const Stage* stages;    // those of the layer
   const Chunk* parts;     // [chunks]
   const int* requests;    // [rows], or null
   const int* lengths;     // [requests], stride in ints below
   const float* centre;    // [requests, kv heads, D], stride below; read with kMass or softcap
-  const signed char* balance;  // the same shape and stride, or null: queries are multiplied by 2 to the power
+  const signed char* balance;  // same shape and stride, or null: exponents of the powers of two that queries are multiplied by
   float* partial_out;     // [slots, column blocks, columns, D]; kMass: the mass [rows, kv heads, mass_length], zeros
   float2* partial_sum;    // [slots, column blocks, columns]: m, l
   const float* lse;       // kMass: [rows, queries, heads]
@@ -26,13 +26,13 @@ struct Params {
   i64 row_bytes, v_offset;         // rows in pages: from one token to the next, from K to V; 0: pages of a tiered cache
   unsigned long long by_group, by_kv_heads, by_multiprocessors;  // for divide()
   const int* weights;              // kObserve: [rows + 1] of observe.cu
-  float log2_decay;                // of the moving average
+  float log2_decay;                // decay of the moving average
   int rows, ema;
-  int first_block;                 // of the column blocks; importance takes one launch each, since they write the same
+  int first_block;                 // first column block; importance takes one launch per block, since all write the same entries
   int importance_offset[kMaxTiers];  // in a page
 
   // Queries of a row, and where the first of them is.
-  static constexpr bool kRagged = false;  // whether rows have different numbers of queries
+  static constexpr bool kRagged = false;  // True if rows have different numbers of queries
   __device__ __forceinline__ int queries_of(int) const { return queries; }
   __device__ __forceinline__ const char* query_row(int row) const { return q + row * q_row; }
 };
@@ -67,8 +67,8 @@ struct State {
   int queries;           // of the request; unused without positions if all rows have as many
   int first;             // position of the first query; unused without positions
   int skip;              // packed.cu: positions before it are read elsewhere
-  int weight;            // kObserve: queries that those of the row stand for
-  float gain;            // and of the moving average
+  int weight;            // kObserve: number of queries that the row represents
+  float gain;            // factor of the moving average
   float* importance;     // of the stage's tokens
 };
 

@@ -1,4 +1,4 @@
-"""One checked call of ``decode_attention``, as every backend takes it."""
+"""One checked call of ``decode_attention``, the input of every backend."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Job(NamedTuple):
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
     return_mass: bool
-    plan: Prepared | None = None  # of the step
+    plan: Prepared | None = None  # plan of the step
     layer: int = 0
-    observation: Observation | None = None  # mass is added to importance in the layers whose turn it is
+    observation: Observation | None = None  # mass is added to importance in the layers that are observed in this step
     owner: TieredCache | None = None  # calls of one cache share scratch
 
     @property

@@ -2,8 +2,7 @@
 softmax and one pass over V, distributed over torch's number of threads. The reference takes over for a `PagedCache` and
 without numba.
 
-The tokens of a KV head lie side by side in the order of tiers, pages and slots, without gaps; rows are its query heads,
-query by query:
+The tokens of a KV head are contiguous in the order of tiers, pages and slots; rows are its query heads, query by query:
 
     pages ──keys──▶ scores [rows, N], positions [N] ──softmax──▶ weights [rows, N] ──values──▶ sums of rows and of codes
 """
@@ -37,7 +36,7 @@ from kvstrata.threads import share_out
 from .job import Job, Result
 
 CODES = -1  # instead of a kind
-THREADED = 2048  # tokens of all KV heads; fewer are done before another thread would start
+THREADED = 2048  # tokens of all KV heads; with fewer, starting another thread takes longer than the work
 NO_SINKS = np.empty(0, np.float32)
 
 
@@ -126,9 +125,10 @@ def views(buckets: BucketedCacheLayer, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _all_layers(x: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The ``[requests, layers, ...]`` that ``x [requests, ...]`` is a layer of, and the layer.
+    """The ``[requests, layers, ...]`` tensor that ``x [requests, ...]`` is a layer of, and the layer.
 
-    A layer is in C order in a cache of one layer only; all layers always are, so the loops are compiled once.
+    A single layer is in C order only if the cache has one layer; all layers together always are, so the loops are
+    compiled once.
     """
     inner = max(x[:1].numel(), 1)
     layers, layer = max(x.stride(0) // inner, 1), x.storage_offset() % max(x.stride(0), inner) // inner
@@ -193,7 +193,7 @@ def decode_heads(
 
 @compiled
 def _add_mass(weights, positions, mass):
-    """Weights of all rows to the mass of their positions."""
+    """Add the weights of all rows to the mass of their positions."""
     total = np.empty(len(positions), np.float32)
     for i in range(len(total)):
         total[i] = 0
@@ -234,9 +234,9 @@ def _dot(q, r, rows, index):
 
 @compiled
 def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, scores):
-    """Scores of all tokens for ``q [rows, D]``, and ``turned``, the same rotated."""
+    """Scores of all tokens for ``q [rows, D]`` and ``turned``, the rotated query."""
     rows, dim = q.shape
-    zero, one = np.int64(0), np.int64(1)  # as literals they would be types, and functions compiled for each
+    zero, one = np.int64(0), np.int64(1)  # as literals they would be types, with a function compiled for each
     steps = dim // STEP_DIMS
     above = (page_tokens // TILE_TOKENS * steps + 1) // 2
     bits, lanes, scale_bits = page_buffers(page_tokens, dim)
@@ -326,7 +326,7 @@ def _values(words, halves, pages, counts, tiers, page_tokens, weights, out, code
             _clear(sums)
             for step in range(steps):
                 add_products(lanes, v_bits, above, step, steps, used, by, zero, sums, step * STEP_DIMS)
-            for r in range(rows):  # page by page: codes are not negative, so their sums would grow and lose digits
+            for r in range(rows):  # page by page: codes are not negative, so a long sum would lose digits
                 own, page_sums, less = coded[r], sums[r], lowest[r]
                 for d in range(len(own)):
                     own[d] += page_sums[d] - less

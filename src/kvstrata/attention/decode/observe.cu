@@ -1,15 +1,15 @@
-// Begins a step of observe.py: which layers give mass, how many queries each row's stand for, and the reports of them.
+// Begins a step of observe.py: selects the layers that give mass, and sets and reports the number of queries per row.
 #include "pdl.cuh"
 
 constexpr int kThreads = 1024, kMost = 1 << 30;  // MOST of cache/policy/reports.py
 
 struct Params {
-  int* state;           // [2]: steps so far, and whether pages are shared
+  int* state;           // [2]: steps so far, and 1 if pages are shared
   int2* reports;        // [requests, layers]: queries, length at the last report
   const int* lengths;   // [requests, layers]
   const int* requests;  // [rows]
-  const int* live;      // [rows], or null: a row that is not its request gives no mass
-  int* weights;         // [layers, rows + 1]; last, whether any row gives mass
+  const int* live;      // [rows], or null: a row that does not name its request gives no mass
+  int* weights;         // [layers, rows + 1]; last, 1 if any row gives mass
   int rows, layers, each, turns, most;
   int unused;
 };

@@ -1,14 +1,15 @@
 """Observation: a few layers of every decode step add the mass of their tokens to importance, in place.
 
-    update            advances a step counter on the device and sets weights for the layers whose turn it is
-    decode_attention  a layer with weights makes a second pass over K and adds mass to the pages; the others skip it
+    update            advances a step counter on the device and sets weights for the layers that are observed
+    decode_attention  a layer with weights runs a second pass over K and adds mass to the pages; others skip it
 
-Layers take turns, so the queries of one step stand for those of the steps since the layer's last turn: a request whose
-length grew by w tokens gives each token its mass times the number of these w queries that could see it, and w queries
-are reported. That keeps the rule by which importance is estimated (cache/policy/importance.py): of the queries reported
-at length n, a token at position p was seen by min(queries, n - p).
+Layers are observed in rotation, so the queries of one step represent all queries since the layer was last observed:
+a request whose length grew by w tokens gives each token its mass times the number of these w queries that could see
+it, and w queries are reported. That preserves the rule by which importance is estimated
+(cache/policy/importance.py): of the queries reported at length n, a token at position p was seen by min(queries, n
+- p).
 
-A page that several requests share gets mass from the first live row that has it, which stands for all of them. So every
+A page that several requests share gets mass from the first live row that has it, on behalf of all of them. So every
 entry has one writer, and results do not depend on timing.
 """
 
@@ -38,10 +39,10 @@ def check_live(live: torch.Tensor | None, rows: int, device: torch.device) -> No
 
 
 class Observation:
-    """Turns of layers and weights of rows, on the device.
+    """Rotation of layers and weights of rows, on the device.
 
-    ``weights`` int32 ``[layers, rows + 1]``: queries that each row's stand for in this step, 0 for a row that gives no
-    mass; last, 1 if any row of the layer gives some.
+    ``weights`` int32 ``[layers, rows + 1]``: number of queries that each row represents in this step, 0 for a row
+    without mass; the last entry is 1 if any row of the layer has mass.
     """
 
     def __init__(self, cache: TieredCache, requests: Sequence[int], heads: int, q_len: int, layers: int) -> None:
@@ -55,7 +56,7 @@ class Observation:
             self.weights = torch.zeros(cache.layers, self.rows + 1, dtype=torch.int32, device=cache.device)
             self.lse = torch.zeros(self.rows, q_len, heads, dtype=torch.float32, device=cache.device)
         self._host = self.weights.numpy() if self.weights.device.type == "cpu" else None
-        self.live: torch.Tensor | None = None  # the rows of the step, kept for a graph that reads them
+        self.live: torch.Tensor | None = None  # the rows of the step, kept alive for graphs that read them
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +64,11 @@ class Observation:
         return self.requests.nbytes + self.weights.nbytes + self.lse.nbytes
 
     def set_live(self, live: torch.Tensor | None) -> None:
-        """Take the rows of the coming step, as `check_live` accepts them."""
+        """Set the rows of the coming step, which `check_live` has accepted."""
         self.live = live
 
     def begin(self) -> None:
-        """Weights of the next step in torch, without waiting for the device; observe.cu does the same."""
+        """Compute the weights of the next step in torch, without synchronising; observe.cu does the same."""
         reports, rows = self.cache.reports, self.requests.long()
         turn = reports.state[0] % self.turns
         due = torch.arange(self.cache.layers, device=rows.device) // self.layers == turn
@@ -95,7 +96,7 @@ class Observation:
 def observation_of(
     cache: TieredCache, requests: Sequence[int], heads: int, q_len: int, layers: int
 ) -> Observation | None:
-    """Observation of so many layers per step; None for none, or if the cache keeps no importance."""
+    """Observation of ``layers`` layers per step; None if there are none, or if the cache keeps no importance."""
     check_int("observe", layers, 0)
     if layers == 0 or cache.policy.name != "importance":
         return None

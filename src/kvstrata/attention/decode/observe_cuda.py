@@ -1,4 +1,4 @@
-"""Parameters of an observation (observe.py) as CUDA kernels take them: observe.cu all, decode.cu as its last ones."""
+"""Parameters of an observation (observe.py) for CUDA kernels: all of observe.cu's, and the last ones of decode.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .observe import Observation
 
 BEGIN = struct.Struct("6q6i")
 PLACE = struct.Struct(f"qf3i{MAX_TIERS}i")
-NOWHERE = PLACE.pack(*[0] * (5 + MAX_TIERS))  # mass does not go to the pages
+NOWHERE = PLACE.pack(*[0] * (5 + MAX_TIERS))  # mass is not added to pages
 
 
 def begin(x: Observation) -> bytes:

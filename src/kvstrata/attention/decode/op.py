@@ -1,6 +1,6 @@
 """``decode_attention``: a few queries of each request over all tokens of its cache, in one pass over the bytes.
 
-Arguments are checked here and become a `Job`, which every backend takes: ``reference.decode``, ``numba.decode``,
+Arguments are checked here and become a `Job`, the input of every backend: ``reference.decode``, ``numba.decode``,
 ``triton.decode`` and ``cuda.decode`` return (out, lse, mass), with None for results that were not requested.
 """
 
@@ -25,7 +25,7 @@ from .job import Job, Result
 from .plan import DecodePlan
 
 BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
-GPU_BACKENDS = ("triton", "cuda")  # observe in their kernels
+GPU_BACKENDS = ("triton", "cuda")  # observe inside their kernels
 Cache = TieredCache | PagedCache
 
 
@@ -42,7 +42,7 @@ def _has_numba() -> bool:
 
 @functools.cache
 def _repeat(backend: str, device: str) -> ModuleType | None:
-    """The module of eager calls that repeat, where CUDA C++ may run them."""
+    """Module of repeated eager calls, if CUDA C++ may run them."""
     if backend != "cuda" and (backend != "auto" or device != "cuda"):
         return None
     try:
@@ -95,7 +95,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def longest(cache: TieredCache, layer: int, requests: Sequence[int]) -> int:
-    """Length of the longest request; during capture the maximum, since requests may have grown at replay."""
+    """Length of the longest request; during capture the maximum, since requests may be longer at replay."""
     if capturing(cache.device):
         return cache.max_tokens
     return int(cache._lengths[list(requests), layer].max(initial=0))
@@ -189,13 +189,13 @@ def decode_attention(
         layer: layer of the cache; 0 for a PagedCache.
         requests: request of each row of q; None is all in use, ascending.
         scale: factor of the scores; None is ``D ** -0.5``.
-        sliding_window: positions that a query sees, its own included; None is all.
+        sliding_window: number of positions that a query sees, including its own; None is all.
         softcap: cap c of the scores, which become ``c * tanh(score / c)``; None is no cap.
         sinks: ``[Hq]``, attention-sink logit per head, added to the softmax denominator.
-        return_lse: also return the log-sum-exp of the scores, sink included.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
         return_mass: also return the attention mass that `TieredCache.update_importance` takes.
-        plan: `DecodePlan` of the step, shared by all layers; None makes one for this call. One that observes adds the
-            mass to the importance of the cache's tokens in the layers whose turn it is, in place.
+        plan: `DecodePlan` of the step, shared by all layers; None builds one for this call. A plan that observes also
+            adds the mass to the importance of the cache's tokens, in place, in the layers that it selects.
         backend: ``auto``, ``reference``, ``numba`` (CPU), ``triton`` or ``cuda``.
 
     Query i is at position ``length - q_len + i`` and sees no later one. A query that sees no token yields zeros and an
@@ -226,9 +226,9 @@ def decode_attention(
     if plain and plan is None and type(cache) is TieredCache:
         repeat = _repeat(backend, cache.device.type)
         if repeat is not None and (last := cache._decoded) is not None:
-            again = last.again(q, cache, layer, requests, scale)
-            if again is not None:
-                return again
+            result = last.repeat(q, cache, layer, requests, scale)
+            if result is not None:
+                return result
     job = _job(q, cache, layer, requests, scale, sliding_window, softcap, sinks, return_lse, return_mass)
     if plan is not None:
         if not isinstance(plan, DecodePlan):

@@ -1,4 +1,4 @@
-// decode.cu over packed pages of one format in blocks that an engine owns: every warp cuts its own work out of the lengths
+// decode.cu over packed pages of one format in blocks that an engine owns: every warp computes its own work from the lengths
 // (packed_work.cuh), and reads the addresses of pages from the block table a few stages ahead.
 #include "decode_codes.cuh"
 #include "decode_partial.cuh"
@@ -11,7 +11,7 @@ template <bool kPlain>
 struct PackedParams : Params {
   const unsigned char* pages;
   const int* table;      // [rows, blocks]
-  const float* balance;  // [kv heads, D], or null: multiplied with q
+  const float* balance;  // [kv heads, D], or null: q is multiplied by it
   const char *tail_k, *tail_v, *sink_k, *sink_v;  // [slots, kv heads, tokens, D]; strides below
   i64 tail_request, tail_head, sink_request, sink_head;
   i64 table_row, block_bytes, head_bytes;  // strides; table_row in ints
@@ -31,7 +31,7 @@ struct PackedPart : Part<T, kDim, kPageTokens, kByPosition> {
   static constexpr bool kConsecutive = true, kSkips = kPlain;
 };
 
-// A stage whose page is in block `handle`: `page` is its address there, from the first block on.
+// A stage whose page is in block `handle`: `page` is its address relative to the first block.
 struct PackedStage : Stage {
   int handle;
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ PackedStage plain_stage_of(const Params& p, const Row
   return stage;
 }
 
-// A stage of the walk: `number` is that of the request, from its first token on. Its block comes from the table, unless
+// A stage of the loop: `number` is its index in the request, from its first token on. Its block comes from the table, unless
 // `handle` is known.
 template <class P, int kDim, bool kPlain, class Walk, class Place>
 __device__ __forceinline__ PackedStage stage_of(const PackedParams<kPlain>& p, const Walk& walk, const Place& place,
@@ -80,7 +80,7 @@ __device__ __forceinline__ PackedStage stage_of(const PackedParams<kPlain>& p, c
   return stage;
 }
 
-// The block's partial of an even batch, from those of its warps in shared memory: `outs` [columns, D] every `pitch` floats.
+// The block's partial in an even batch, from those of its warps in shared memory: `outs` [columns, D] every `pitch` floats.
 template <int kDim, int kColumns, int kWarps>
 __device__ __forceinline__ void merge_warps(const Params& p, const float2 (*sums)[kColumns], const float* outs, int pitch,
                                             int columns, i64 slot) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
   wait_for_previous();
   release_next();
 
-  // Where this warp is if the batch is even.
+  // Position of this warp if the batch is even.
   const int turn = divide(blockIdx.x, p.by_head_caches), head_cache = blockIdx.x - turn * p.head_caches;
   const int row_number = divide(head_cache, p.by_kv_heads), first = turn * kWarps + warp;
   PackedStage now, next, after;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
     if ((threadIdx.x & 31) < kColumns) sums[warp][threadIdx.x & 31] = make_float2(0.f, 0.f);
     __syncwarp();
   } else {
-    // Blocks i, i + multiprocessors, .. share a multiprocessor; they take neighbouring chunks, all multiprocessors as many.
+    // Blocks i, i + multiprocessors, .. share a multiprocessor; they take adjacent chunks, equally many per multiprocessor.
     const int wave = divide(blockIdx.x, p.by_multiprocessors), resident = divide(gridDim.x, p.by_multiprocessors);
     const int number = (blockIdx.x - wave * p.multiprocessors) * resident + wave, worker = number * kWarps + warp;
     const int each = (cut.used + p.multiprocessors - 1) / p.multiprocessors, in_turn = worker % p.work.workers;
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       in_page.meta = meta_of(0, 1, part_of(stage.meta) % P::kParts);
       fill<false>(ring, at, slots + at * kSlot, in_page, size, 0);
     };
-    // Stages of the warp; one whose bucket is -1 is past the end. The first two rounds only fill the queue, so that there is
-    // one copy of the code that does.
+    // Stages of the warp; one whose bucket is -1 is past the end. The first two rounds only fill the queue, so that this code
+    // exists only once.
     next.bucket = after.bucket = -1;
     State<kDim, kN> st;
     int bucket = -1;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
         after = stage_of<P, kDim>(p, walk, place, !kPlain && !round && cut.deep && !p.work.window, after.handle);
       const bool another = now.bucket != bucket;
       if (another && bucket >= 0) {
-        int number = chunk + bucket - p.head_caches;  // of the partial
+        int number = chunk + bucket - p.head_caches;  // index of the partial
         if constexpr (kPlain) number += bucket < p.head_caches ? bucket + 1 + p.head_caches : bucket - p.head_caches;
         const i64 slot = (static_cast<i64>(number) * gridDim.y + block) * kColumns;
         const bool here = !kPlain && cut.deep;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident / kWarps)
       if (another) {
         bucket = now.bucket;
         load_query(p, st, now, block);
-        // Before the next page is asked for, since its address may have to come first.
+        // Before the next page is requested, since its address may have to be loaded first.
         if (now.bucket >= 0) begin_bucket<In, false, false, kOrdered>(p, st, now, block);
         if constexpr (kPlain)
           if (now.bucket >= 0) st.skip = p.work.row(Owner(p, now).row, 0).sinks;

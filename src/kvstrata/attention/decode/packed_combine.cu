@@ -23,7 +23,7 @@ struct Params {
   __device__ __forceinline__ i64 first_query(int row) const { return work.first_query(row); }
   __device__ __forceinline__ i64 query_offset(int row) const { return work.first_query(row) * q_query; }
   __device__ __forceinline__ const float* centre_of(int) const { return centre; }
-  // Tier 0 are plain rows.
+  // Tier 0 is plain rows.
   __device__ __forceinline__ Slots slots_of(const Column& column) const {
     const int first = column.number / block_columns * block_columns;
     const Slots found = partials_of(work, column.head_cache, column.row, column.kv_head, first);
@@ -32,7 +32,7 @@ struct Params {
   }
 };
 
-// Few partials at a time, so that blocks have room beside those of packed.cu: what comes before their wait is then hidden.
+// Few partials at a time, so that blocks fit next to those of packed.cu: everything before their wait is then hidden.
 constexpr int kAhead = 8;
 
 template <class In, int kDim, bool kPlain>

@@ -1,25 +1,25 @@
-// Work of a decode step over packed blocks, cut into chunks by every warp for itself from the lengths of the requests: no
-// list, nothing that the host or another kernel prepares.
+// Work of a decode step over packed blocks, split into chunks by every warp for itself from the lengths of the requests: no
+// list, nothing that the host or another kernel has to prepare.
 //
-// A stage is stage_tokens consecutive tokens of one page; the stages of a request and KV head are those of a head cache, and
-// head caches are ordered by (request, KV head). All KV heads of a request cost the same, so sums over requests give the
-// place of a head cache.
-// Chunk k is the stages in which cost k * size .. (k + 1) * size ends: it may begin and end amid a head cache. Chunks and
-// head caches only increase along the work, so chunk + head cache identifies one partial. With `split` a chunk is `split`
-// stages of one head cache, whatever else is in the batch.
+// A stage is stage_tokens consecutive tokens of one page; the stages of a request and KV head form a head cache, and
+// head caches are ordered by (request, KV head). All KV heads of a request cost the same, so prefix sums over requests give
+// the start of each head cache.
+// Chunk k is the stages whose cumulative cost ends in k * size .. (k + 1) * size: it may begin and end inside a head cache.
+// Chunks and head caches only increase along the work, so chunk + head cache identifies one partial. With `split` a chunk is
+// `split` stages of one head cache, whatever else is in the batch.
 //
-// An even batch is one where equal shares of every head cache are about as good: blocks then belong to head caches by their
-// number, block b to head cache b % head_caches, so that a warp knows what it reads before it knows the lengths. Its warps take
-// stages of the head cache in turn and merge their partials; a partial is one of a block.
+// In an even batch, equal shares of every head cache are about as good: blocks are then assigned to head caches by index,
+// block b to head cache b % head_caches, so that a warp knows what to read before it knows the lengths. The warps of a block
+// alternate between stages of the head cache and merge their partials; there is one partial per block.
 //
-// With kPlain a request may have unquantised rows beside its pages (store/packed/plain_rows.py): its first tokens, and those
-// behind its last full page. They are stages of 16 tokens behind those of codes in the same head cache, cost as much as
-// those, and make a partial of their own: 2 * n + 1 then takes the place of the head cache's number n, and 2 * n for codes.
+// With kPlain a request may have unquantised rows in addition to its pages (store/packed/plain_rows.py): its first tokens, and
+// those after its last full page. They are stages of 16 tokens after those of codes in the same head cache, cost as much, and
+// have a separate partial: its number is 2 * n + 1 for head cache n, and 2 * n for codes.
 #pragma once
 #include "divide.cuh"
 #include "work.cuh"
 
-constexpr int kPlainTokens = 16;  // of a stage of plain rows
+constexpr int kPlainTokens = 16;  // tokens per stage of plain rows
 
 template <bool kPlain>
 struct PackedWork {
@@ -28,16 +28,16 @@ struct PackedWork {
   const int* cu_queries;   // [rows + 1], or null: every row has `most_queries`
   const int *tail_slots, *sink_slots;        // [rows], or null: none
   int rows, kv_heads, group, most_queries, window;  // window 0: none
-  int stage_bits, max_tokens;                // a stage has 2^stage_bits tokens; what a row of the block table can list
+  int stage_bits, max_tokens;                // a stage has 2^stage_bits tokens; tokens that a row of the block table can list
   int cost, begin, few_cost, few_begin;      // of a stage and of starting a head cache; the second pair up to `few` stages
   int few, chunks, split;
-  int splits, block_warps;                   // of an even batch: blocks of a head cache, 0: never even; warps of a block
-  int multiprocessors, workers;              // workers: resident warps of a multiprocessor
-  int tail_requests, sink_requests;          // slots of tail and sink rows that there are
+  int splits, block_warps;                   // even batch: blocks per head cache, 0: never even; warps per block
+  int multiprocessors, workers;              // workers: resident warps per multiprocessor
+  int tail_requests, sink_requests;          // number of slots of tail and sink rows
   int sink_tokens, page_bits;                // a page has 2^page_bits tokens
   unsigned long long by_splits;              // for divide(): warps of a head cache in an even batch
 
-  // Plain loads: those through the read-only path may be moved before the wait for the kernel that wrote the lengths.
+  // Plain loads: read-only loads could be moved before the wait for the kernel that wrote the lengths.
   __device__ __forceinline__ int first_query(int row) const { return cu_queries ? cu_queries[row] : row * most_queries; }
   __device__ __forceinline__ int queries_of(int row) const {
     return cu_queries ? min(cu_queries[row + 1] - cu_queries[row], most_queries) : most_queries;
@@ -51,12 +51,12 @@ struct PackedWork {
   __device__ __forceinline__ int tail_slot(int row) const { return slot_of(tail_slots, tail_requests, row); }
   __device__ __forceinline__ int sink_slot(int row) const { return slot_of(sink_slots, sink_requests, row); }
   static __device__ __forceinline__ int plain_stages(int tokens) { return (tokens + kPlainTokens - 1) / kPlainTokens; }
-  // Shifts, not quotients: every warp waits for them.
+  // Shifts instead of divisions: every warp waits for them.
   __device__ __forceinline__ int stages_before(int position) const { return position >> stage_bits; }
   __device__ __forceinline__ int stages_to(int position) const { return (position + (1 << stage_bits) - 1) >> stage_bits; }
 
   // Stages of a row for the columns from `column` on: none if its queries have no such column. Those before `first` are
-  // outside every query's window. kPlain: of `stages` the first `codes` are of pages, then come those of sink rows, which
+  // outside every query's window. kPlain: the first `codes` of `stages` are pages, followed by those of sink rows, which
   // hold positions below `sinks`, and of the tail, which begins at `packed`.
   struct Row {
     int length, first, stages, codes, sinks, packed;
@@ -83,18 +83,18 @@ struct PackedWork {
   }
 };
 
-// Of numbers that are not negative.
+// For non-negative numbers.
 __device__ __forceinline__ int quotient(int x, int by) { return static_cast<unsigned>(x) / static_cast<unsigned>(by); }
 __device__ __forceinline__ int quotient_up(int x, int by) { return quotient(x + by - 1, by); }
 __device__ __forceinline__ int sum_of_warp(int x) { return __reduce_add_sync(~0u, static_cast<unsigned>(x)); }
 
-// The cut of a step for one block of columns, the same for all its warps.
+// The split of a step for one block of columns, the same for all its warps.
 struct PackedCut {
-  int column;       // the block's first
-  int cost, begin;  // of a stage and of starting a head cache; with `split` 1 and 0
+  int column;       // first column of the block
+  int cost, begin;  // cost of a stage and of starting a head cache; with `split` 1 and 0
   int size, used;   // cost of a chunk; number of chunks
   int split;
-  int deep;         // of an even batch: stages of a warp, at most; else 0
+  int deep;         // even batch: maximum stages per warp; else 0
 
   PackedCut() = default;
   // Called by whole warps.
@@ -123,13 +123,13 @@ struct PackedCut {
     if (w.splits) {
       const int warps = w.splits * w.block_warps;
       const int equal = divide(static_cast<int>(__reduce_max_sync(~0u, longest)) + warps - 1, w.by_splits);
-      // What equal shares save: a second head cache in most chunks, and the way to the first.
+      // What equal shares save: a second head cache in most chunks, and the search for the first.
       if (equal && equal * cost <= size + begin + begin / 4) deep = equal;
     }
     used = deep ? 0 : quotient_up(all, size);
   }
 
-  // Blocks of a head cache in an even batch.
+  // Blocks per head cache in an even batch.
   template <class W>
   __device__ __forceinline__ int blocks_of(const W& w, int stages) const {
     return quotient_up(stages, deep * w.block_warps);
@@ -142,17 +142,17 @@ struct PackedCut {
   }
 };
 
-// Where a warp is, in shared memory: what is only needed from one head cache to the next would take registers.
+// State of a warp in shared memory: what is only needed when it changes head caches would take registers.
 template <class W>
 struct PackedPlace {
   PackedCut cut;
-  typename W::Row row;  // of the head cache
-  int base, cost;       // where its cost begins, and its cost
+  typename W::Row row;  // row of the head cache
+  int base, cost;       // start of its cost, and its cost
   int limit;            // cost at which the chunk ends
-  int step;             // from one stage to the next: 1 but in an even batch
+  int step;             // from one stage to the next: 1 except in an even batch
 };
 
-// Stages of a warp, one after the other; called by whole warps.
+// Iterates over the stages of a warp; called by whole warps.
 template <class W>
 struct PackedWalk {
   int head_cache;

@@ -1,4 +1,4 @@
-"""Inputs of a reference decode: one part per tier, holding the tokens of every (request, KV head) side by side.
+"""Inputs of a reference decode: one part per tier, with the tokens of every (request, KV head) in one tensor.
 
 G is requests times KV heads, M the pages of the longest bucket, N its slots. Shorter buckets are padded with slots that
 are not ``valid``. The bytes of such slots are never used: scores there are masked, and values are either codes, which
@@ -35,10 +35,10 @@ class Plain:
     """Rows in the model's dtype, or fp8 with scales."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, count: np.ndarray, position: torch.Tensor | None) -> None:
-        """Copies rows ``[G, slots, D]``, which may hold anything past the end of a bucket (``count [G]``)."""
+        """Copy rows ``[G, slots, D]``, which may hold anything past the end of a bucket (``count [G]``)."""
         longest, self.least = int(count.max()), int(count.min())
         self.k, self.v = k[:, :longest].float(), v[:, :longest].float()
-        self.valid: torch.Tensor | None = None  # bool [G, N], or all are
+        self.valid: torch.Tensor | None = None  # bool [G, N]; None if all are
         if self.least < longest:
             counts = torch.from_numpy(count).to(k.device).unsqueeze(1)
             self.valid = torch.arange(longest, device=k.device) < counts

@@ -1,4 +1,4 @@
-"""``DecodePlan``: work lists of a decode step, made once before its layers read the cache."""
+"""``DecodePlan``: work lists of a decode step, built once before its layers read the cache."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class DecodePlan:
-    """Work lists of a decode step: the pages that each warp reads, for every layer; made on the device, without a sync.
+    """Work lists of a decode step: the pages that each warp reads, for every layer; built on the device, without syncs.
 
-    Make one plan per shape of call, `update` it after the step's tokens were appended, and pass it to the calls of all
-    layers. Calls without a plan make their own, layer by layer. Backends other than ``cuda`` ignore it.
+    Create one plan per shape of call, `update` it after the step's tokens were appended, and pass it to the calls of
+    all layers. Calls without a plan build their own, layer by layer. Backends other than ``cuda`` ignore it.
 
     Args:
         cache: `TieredCache` that the step reads.
@@ -32,17 +32,18 @@ class DecodePlan:
         requests: rows of q, as in `decode_attention`; None is all in use now, ascending.
         fixed_split: tokens of a KV head per partial (4-bit tokens; others in proportion to their cost), independent of
             the rest of the batch. The output of a request is then batch-invariant, bit for bit. Slower.
-        observe: layers per step, in turns, whose attention mass the calls add to the importance of their tokens
-            (docs/cache.md); 0 for none. Does nothing for a cache whose policy uses no importance.
+        observe: layers per step, in rotation, whose attention mass the calls add to the importance of their tokens
+            (docs/cache.md); 0 for none. Has no effect on a cache whose policy does not use importance.
 
-    `update` writes to the plan's scratch; the cache is not modified, except with ``observe``: `update` then counts the
-    queries of the layers whose turn it is, and the calls of these layers add to importance. `update` and the calls can
-    be captured in a CUDA graph: lengths, counts, pages and the turn are read at replay. Keep the plan alive as long as
-    the graph.
+    `update` writes to the plan's scratch memory. The cache is not modified, except with ``observe``: `update` then
+    counts the queries of the layers that it selects, and the calls of these layers add to importance. `update` and the
+    calls can
+    be captured in a CUDA graph: lengths, counts, pages and the selected layers are read at replay. Keep the plan alive
+    as long as the graph.
 
-    The scratch (`nbytes`) covers every page that the cache's tables can list. Up to 32 MB of lists for all layers,
-    `update` makes them all. Beyond that it makes those of the first layers, and calls make the lists of a few more
-    layers at a time; calls in layer order make each list once.
+    The scratch memory (`nbytes`) covers every page that the cache's tables can list. If the lists of all layers take at
+    most 32 MB, `update` builds them all. Otherwise it builds those of the first layers, and calls build the lists of a
+    few more layers at a time; calls in layer order build each list once.
 
     Raises ValueError or TypeError, naming the argument.
 
@@ -86,14 +87,14 @@ class DecodePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch; work lists are on a GPU only, and made at the first `update`."""
+        """Bytes of scratch memory; work lists exist on a GPU only, and are allocated at the first `update`."""
         lists = 0 if self._cuda is None else self._cuda.nbytes
         return lists + (0 if self.observation is None else self.observation.nbytes)
 
     def update(self, requests: torch.Tensor | None = None) -> None:
-        """Make the work lists from the current contents of the cache; safe under CUDA-graph capture.
+        """Build the work lists from the current contents of the cache; safe under CUDA-graph capture.
 
-        With ``observe``, also begin the next turn. ``requests``: int32 ``[rows]`` on the device, as in
+        With ``observe``, also select the next layers. ``requests``: int32 ``[rows]`` on the device, as in
         `TieredCache.write`, read when the kernels run; a row that does not name its own request is padding and gives no
         mass. None: no row is padding. Raises ValueError or TypeError for another shape, dtype or device.
         """
@@ -109,7 +110,7 @@ class DecodePlan:
         return self.cache.device.type == "cuda"
 
     def cuda(self) -> decode_cuda.WorkPlan:
-        """Work lists and scratch of the CUDA kernels, created at first use."""
+        """Work lists and scratch memory of the CUDA kernels, created at first use."""
         if self._cuda is None:
             from . import cuda as decode_cuda
             from .source import Source
@@ -138,5 +139,5 @@ class DecodePlan:
         if call != planned:
             raise ValueError(
                 f"plan: expected one for (heads, q_len, requests) {call}, got one for {planned};"
-                " without requests=, a plan is for the requests in use when it was made"
+                " without requests=, a plan is for the requests in use when it was created"
             )

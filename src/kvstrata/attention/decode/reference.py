@@ -1,4 +1,4 @@
-"""``decode_attention`` in torch: float32 on the packed bytes. It is the CPU path, and kernels are tested against it.
+"""``decode_attention`` in torch: float32 on the packed bytes. It is the CPU path and the reference for the kernels.
 
 Each tier is a part with scores; one softmax runs over all parts, and each part multiplies its weights with its values.
 There is no loop over heads or pages. Requests of very different lengths run one by one, so that padding never costs
@@ -55,7 +55,7 @@ def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, j
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) -> torch.Tensor:
-    """Softmax over the last axis; zeros for a row of -inf, which ``certain`` rules out."""
+    """Softmax over the last axis; zeros for a row of -inf, unless ``certain`` rules that out."""
     if sinks is not None:
         return torch.softmax(torch.cat([scores, sinks], 2), 2)[:, :, :-1]
     weights = torch.softmax(scores, 2)
@@ -81,7 +81,7 @@ def decode_at(job: Job, lengths: list[int]) -> Result:
         own = (first.unsqueeze(1) + torch.arange(q_len, device=device)).view(groups, q_len, 1, 1)
 
     def by_query(x: torch.Tensor) -> torch.Tensor:
-        size = x.shape[2]  # not -1, which an empty batch leaves open
+        size = x.shape[2]  # explicit: -1 is ambiguous for an empty batch
         return x.reshape(batch, kv_heads, q_len, group, size).transpose(1, 2).reshape(batch, q_len, heads, size)
 
     # Rows of a KV head: its query heads, query by query.

@@ -1,8 +1,8 @@
-"""Eager decode calls that look like the last one: layer after layer, step after step, without a `DecodePlan`.
+"""Repeated eager decode calls, layer by layer and step by step, without a `DecodePlan`.
 
 The parameters of a layer's three launches (list, decode, combine) are kept from its first call. As long as queries,
-requests and cache look the same, what remains of a call is the output, three addresses and the launches. Any other call
-takes the normal path. A cache keeps its last call.
+requests and cache have the same form, only the output, three addresses and the launches remain. Any other call takes
+the normal path. A cache keeps its last call.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Repeat:
         launches: tuple[jit.Launch, jit.Launch, jit.Launch],
     ) -> None:
         self.requests, self.known, self.scale, self.plan = requests, frozenset(rows), scale, plan
-        self.rows, self.balance, self.looks = plan.requests, cache.balance, guard_of((q,))
-        self.active = cache._active  # of which the call is known to be possible
+        self.rows, self.balance, self.guard = plan.requests, cache.balance, guard_of((q,))
+        self.active = cache._active  # requests for which the call is known to be valid
         self.stream, self.thread = jit.current_stream(plan.device), threading.get_ident()
         self.launches = launches
         self.layers: dict[int, tuple[bytes, bytes, bytes]] = {}  # parameters of the launches
         self._decode, self._combine = (memoryview(launch.params).cast("q") for launch in launches[1:])
 
     def fits(self, q: torch.Tensor, cache: TieredCache, requests: Sequence[int] | None, scale: float | None) -> bool:
-        """True if a call looks like this one."""
+        """True if a call has the same form as this one."""
         if requests is not self.requests and (type(requests) is not list or requests != self.requests):
             return False
         if cache._active is not self.active:
@@ -56,17 +56,17 @@ class Repeat:
             and cache.balance is self.balance
             and plan.requests is self.rows
             and type(q) is torch.Tensor
-            and self.looks(q)
+            and self.guard(q)
             and jit.current_device() == plan.device
             and jit.current_stream(plan.device) == self.stream
             and threading.get_ident() == self.thread
             and not jit.is_capturing()
         )
 
-    def again(
+    def repeat(
         self, q: torch.Tensor, cache: TieredCache, layer: int, requests: Sequence[int] | None, scale: float | None
     ) -> torch.Tensor | None:
-        """The output of a call that looks like this one; None if it does not."""
+        """Output of a call of the same form; None if it differs."""
         kept = self.layers.get(layer) if type(layer) is int else None
         if kept is None or not self.fits(q, cache, requests, scale) or (query := q.data_ptr()) % 4:
             return None
@@ -91,7 +91,7 @@ def remember(
     scale: float | None,
     rows: Sequence[int],
 ) -> None:
-    """Keep the parameters of the call that was just made, by a plan of its own."""
+    """Keep the parameters of the call that has just run with its own plan."""
     plans = cuda._OWNED.get(cache)
     if not plans or cuda._aligned(q) is not q or not (requests is None or type(requests) is list):
         return

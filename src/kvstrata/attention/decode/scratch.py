@@ -1,4 +1,4 @@
-"""Sizes of a decode plan's scratch: work lists of several layers, and the partials of one.
+"""Sizes of a decode plan's scratch memory: work lists of several layers, and the partials of one.
 
     stages        [layers at once, capacity, 4] int32     16 bytes for every stage that the page tables can list
     chunks        [layers at once, chunks, 8] int32
@@ -6,7 +6,7 @@
     partial_out   [chunks + buckets, columns, head_dim] float32
     partial_sum   [chunks + buckets, columns, 2] float32
 
-Small lists are made for all layers in one launch. Larger ones are made `layers_at_once` layers at a time: as many as
+Small lists are built for all layers in one launch. Larger ones are built `layers_at_once` layers at a time: as many as
 fill the multiprocessors, so that a step takes as many waves of blocks as in one launch. On an H200 the kernel has 54
 registers per thread, so one block of 1,024 threads is resident: 32 layers of 16 blocks each take four waves of 128
 blocks in one launch, and four launches take one wave each.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LIST_BYTES = 32 << 20  # up to this size, one launch makes all lists
+LIST_BYTES = 32 << 20  # up to this size, one launch builds all lists
 
 
 class Sizes(NamedTuple):
@@ -39,5 +39,5 @@ def list_bytes(capacity: int, chunks: int, buckets: int) -> int:
 
 
 def layers_at_once(layers: int, layer_bytes: int, blocks: int, multiprocessors: int) -> int:
-    """Layers whose lists one launch makes, ``blocks`` thread blocks and ``layer_bytes`` bytes each."""
+    """Number of layers whose lists one launch builds, ``blocks`` thread blocks and ``layer_bytes`` bytes each."""
     return min(layers, max(LIST_BYTES // max(layer_bytes, 1), multiprocessors // blocks, 1))

@@ -1,4 +1,4 @@
-"""``Source``: tables and pages of a layer as the CUDA decode kernels read them."""
+"""``Source``: tables and pages of a layer in the form that the CUDA decode kernels read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source(NamedTuple):
     page_tokens: int
     lengths: torch.Tensor
     centre: torch.Tensor | None
-    balance: torch.Tensor | None  # its strides are those of the centre
+    balance: torch.Tensor | None  # has the strides of the centre
     position_bytes: int
     rows: tuple[int, int, int, int]  # address of K, bytes of a page, a head and a row; zeros for a TieredCache
     v_offset: int

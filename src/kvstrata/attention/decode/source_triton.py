@@ -1,4 +1,4 @@
-"""Tables and pages of a layer as the Triton kernels of decode and prefill read them: tensors, numbers, constants."""
+"""Tables and pages of a layer as Triton's decode and prefill kernels read them: tensors, numbers, constants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tiered(job: Job) -> tuple[list[Any], list[Any], dict[str, Any]]:
     tiers = zip(buckets.formats, buckets.position_offsets, buckets.importance_offsets, strict=True)
     offsets = [n for format, *notes in tiers for n in (format.v_offset, format.scale_offset, *notes)]
     formats = sum((f.k_bits | f.v_bits << 4) << 8 * i for i, f in enumerate(buckets.formats) if not f.plain)
-    balance = buckets.count if buckets.balance is None else buckets.balance  # its strides are those of the centre
+    balance = buckets.count if buckets.balance is None else buckets.balance  # has the strides of the centre
     tensors = [buckets.seq_lens, buckets.page_table, buckets.count, buckets.centre, balance, buckets.slab_pointers,
                on_device(tuple(offsets), q.device), q, q, q, q]  # fmt: skip
     numbers = [buckets.seq_lens.stride(0), *buckets.page_table.stride()[:3], *buckets.count.stride()[:2],

@@ -1,4 +1,4 @@
-"""Search space of a decode step for `kvstrata tune`: the fields of `stages.Cut`, all of them chosen by the host.
+"""Search space of a decode step for `kvstrata tune`: the fields of `stages.Cut`, all chosen by the host.
 
 More resident warps hide more latency with fewer registers each; more columns per warp read pages less often; more
 chunks per warp even out errors of the cost model. Stage and slot sizes are fixed by the kernels.
@@ -71,10 +71,10 @@ def kernels_needed(
     gpu: str,
     shared: int,
 ) -> list[jit.Named]:
-    """Kernels of decode steps with up to so many requests; ``tokens`` is what the page table lists for each.
+    """Kernels of decode steps with up to ``requests`` requests; ``tokens``: capacity of the page table for each.
 
-    ``mass``: calls that return it and steps that observe it, too. ``balanced``: of a cache with a balance. ``gpu``
-    names a tuned table, and ``shared`` is the shared memory of a multiprocessor in bytes.
+    ``mass``: include calls that return mass and steps that observe it. ``balanced``: for a cache with a balance.
+    ``gpu`` names a tuned table, and ``shared`` is the shared memory of a multiprocessor in bytes.
     """
     columns, needed = q_len * heads // kv_heads, [(FOLDER / "rows.cu", "rows")]
     for batch in {*(2**i for i in range(requests.bit_length())), requests}:

@@ -1,4 +1,4 @@
-"""Stages of decode.cu (the parts of a page that are loaded together): sizes that host and kernel must agree on."""
+"""Stages of decode.cu (parts of a page that are loaded together): sizes that host and kernel must agree on."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def slot_bytes(formats: tuple[Format, ...]) -> int:
     return max(_stage_bytes(f, stage_tokens(f) // TILE_TOKENS) for f in formats) + 4 * formats[0].page_tokens
 
 
-# Cost of 64 tokens of a stage, relative to 4 bit at head_dim 128, measured one width at a time. Stages of one tier are
-# neighbours on a multiprocessor, so a width whose cost is set too low makes one multiprocessor finish far too late.
+# Cost of 64 tokens of a stage, relative to 4 bit at head_dim 128, measured one width at a time. Stages of one tier
+# run on the same multiprocessors, so if the cost of a width is set too low, one multiprocessor finishes far too late.
 COSTS = {16: 588, 8: 267, 4: 150, 3: 158, 2: 107}
 BEGIN = 230  # same unit: loading the queries of a bucket as operands, and writing its partial
 
@@ -118,7 +118,7 @@ def decode_entry(
     cut: Cut | None = None,
 ) -> str:
     """Template instance of decode.cu. ``mass``: the pass that computes weights; ``observe``: the one that adds them to
-    importance; ``balanced``: of a cache with a balance; ``rows``: blocks as store_kv writes them; ``ordered``:
+    importance; ``balanced``: for a cache with a balance; ``rows``: blocks as store_kv writes them; ``ordered``:
     visibility depends on positions."""
     tiers = ",".join(f"Tier<{f.k_bits},{f.v_bits}>" for f in formats)
     head_dim = formats[0].head_dim
@@ -153,7 +153,7 @@ def shared_of(formats: tuple[Format, ...], cut: Cut) -> int:
 def tuned_cut(
     formats: tuple[Format, ...], columns: int, shape: dict[str, int | str], gpu: str | None, arch: str, shared: int
 ) -> Cut:
-    """Launch configuration from the table of a GPU; the default without one, or where blocks exceed ``shared``."""
+    """Launch configuration from the tuned table of a GPU; the default without one, or if blocks exceed ``shared``."""
     choice = None if gpu is None else tuned.lookup("decode", gpu, shape)
     cut = Cut(**choice) if choice else None
     if cut is None or shared_of(formats, cut) + 1280 > shared:

@@ -1,7 +1,7 @@
 """A decode step of one layer on the CPU in two compiled calls: write the new token's K and V, then attend.
 
-What a call of `TieredCache.write` and one of `decode_attention` check and derive does not change from step to step.
-Here it is looked up once a layer, so that what remains of a small model's step is the work itself.
+The checks and derived values of `TieredCache.write` and `decode_attention` do not change from step to step. Here they
+are computed once per layer, so that only the actual work of a small model's step remains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LayerStep:
             key, value: ``[rows, kv_heads, 1, D]``; fp16 that comes from a wider dtype stays finite.
             scale, softcap, sinks: as in `decode_attention`.
 
-        `TieredCache.advance` made room for the token. The cache is mutated.
+        `TieredCache.advance` must have made room for the token. The cache is mutated.
         """
         cache, observation = self.cache, self.plan.observation
         q, k, v = (x.detach().float().contiguous().numpy() for x in (query, key, value))

@@ -1,12 +1,12 @@
-"""``decode_attention`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``decode_attention`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-    decode_kernel    a program per (request, KV head, block of query rows, split) walks every ``SPLITS``-th block of
-                     tokens of all tiers with an online softmax; quantised tiers first, in the rotated space, then
+    decode_kernel    a program per (request, KV head, block of query rows, split) loops over every ``SPLITS``-th block
+                     of tokens of all tiers with an online softmax; quantised tiers first, in the rotated space, then
                      the accumulator is rotated back and plain rows follow
     combine_kernel   a program per query row combines the splits
 
-Mass takes a second pass of decode_kernel over K, with the final log-sum-exp: it goes to a tensor by position, or, in a
-layer whose turn it is (observe.py), to the importance in the pages.
+Mass takes a second pass of decode_kernel over K, with the final log-sum-exp: it is written to a tensor by position, or,
+in a layer that is observed in this step (observe.py), added to the importance in the pages.
 
 All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.
 """
@@ -79,7 +79,7 @@ def _add_importance(
     old = tl.load(importance_ptr, mask=live, other=0.0)
     if EMA:
         w = weight.to(tl.float32)
-        before = tl.where(first_block == 0, old, 0.0)  # the average falls once
+        before = tl.where(first_block == 0, old, 0.0)  # the decay applies once
         new = old + (mass / w - before) * (1.0 - tl.exp2(w * log2_decay))
     else:
         new = tl.minimum(old + mass, 3.4028234e38)
@@ -88,7 +88,7 @@ def _add_importance(
 
 @triton.jit
 def _speaks(requests_ptr, weights_ptr, earlier_rows, lists_ptr, stride_table_r, index, handle):
-    """False if an earlier row that gives mass has the same page; owners have it at the same place of their lists."""
+    """False if an earlier row that gives mass has the same page; owners have it at the same index of their lists."""
     earlier = 0
     for row in range(earlier_rows):
         request = tl.load(requests_ptr + row).to(tl.int64)
@@ -370,7 +370,7 @@ def decode(job: Job) -> Result:
     options = dict(
         ROWS=block_rows, TOK=block_tokens, SPLITS=splits, ORDERED=q_len > 1,
         WINDOWED=job.sliding_window is not None, CAPPED=job.softcap is not None, PRECISION="ieee" if exact else "tf32",
-        num_warps=8, num_stages=1,  # more stages want more shared memory than a consumer GPU has
+        num_warps=8, num_stages=1,  # more stages need more shared memory than a consumer GPU has
     )  # fmt: skip
     weights, state, decay, ema = q, q, 0.0, False
     if observation is not None:
@@ -379,7 +379,7 @@ def decode(job: Job) -> Result:
         decay = math.log2(cache.decay) if cache.decay > 0 else -math.inf
 
     def launch(mass_pass: bool, block: int | None = None) -> None:
-        """All blocks of query rows, or one that adds its mass to importance: they write the same entries."""
+        """Run all blocks of query rows, or one that adds its mass to importance, since all write the same entries."""
         blocks = row_blocks if block is None else 1
         decode_kernel[(head_caches * blocks, splits)](
             q, on_device(tuple(job.requests), device), *tensors, partial, stats, partial if lse is None else lse,

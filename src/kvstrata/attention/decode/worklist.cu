@@ -1,5 +1,5 @@
-// From counts and page tables to the work list of decode.cu, for every layer, on the device. Plain pages of rows, as
-// store_kv writes them, are a cache of one tier.
+// Builds the work list of decode.cu from counts and page tables, for every layer, on the device. Plain pages of rows, as
+// store_kv writes them, are treated as a cache of one tier.
 //
 // A block works on one layer. Its threads sum the stages and costs of all buckets (a scan over the block), which gives the
 // share of each worker; then its warps write the stages of the block's part of the heads. Blocks of one layer repeat the
@@ -8,7 +8,7 @@
 #include "pdl.cuh"
 #include "work.cuh"
 
-constexpr int kThreads = 1024, kAhead = 4;  // kAhead: stages of a lane whose pages are looked up together
+constexpr int kThreads = 1024, kAhead = 4;  // kAhead: stages per lane whose pages are looked up together
 
 struct Params {
   const int* requests;           // [rows] row of table and count, or null: row i is request i
@@ -19,12 +19,12 @@ struct Params {
   Chunk* parts;                  // [layers, chunks]
   Slots* slots;                  // [layers, tiers, rows * kv heads]
   const int* weights;            // [layers, rows + 1] of observe.cu, or null
-  const int* state;              // of observe.cu: [1] is whether pages are shared
+  const int* state;              // [1] of observe.cu's state: 1 if pages are shared
   i64 table_request, table_layer, count_request, count_layer;  // strides, in ints
   unsigned long long plain;      // plain pages of one layer (page_bytes > 0): K of page 0; the table is [requests, pages]
   i64 page_bytes, head_bytes, row_bytes;
   int layer, rows, kv_heads, tiers, max_pages, units, capacity;
-  int most;                      // capacity in chunks; without fixed_cost, the number to make
+  int most;                      // capacity in chunks; without fixed_cost, their number
   int fixed_cost;                // 0, or the cost of a chunk of one bucket, independent of the other buckets
   int begin_cost;                // cost of starting a bucket; 0 with fixed_cost
   int few, few_begin;            // up to this many stages in all, few_cost and few_begin apply
@@ -32,8 +32,13 @@ struct Params {
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
 };
 
+// a / b, both at least 0. Most costs fit 32 bits, whose division is a few instructions instead of a call.
+__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+  return (a | b) >> 31 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+}
+
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+__device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return quotient(a + b - 1, b); }
 
 // Sums over buckets of stages. Costs of a large layer do not fit 32 bits.
 struct Sums {
@@ -89,7 +94,7 @@ __device__ __forceinline__ const int* counts_of(const Params& p, int layer, int 
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
-// True if an earlier row that gives mass has the same page. Owners of a page have it at the same place of their lists.
+// True if an earlier row that gives mass has the same page. Owners of a page have it at the same index of their lists.
 __device__ __forceinline__ bool spoken_for(const Params& p, int layer, int row, i64 place, int handle) {
   for (int r = 0; r < row; r++)
     if (p.weights[layer * (p.rows + 1) + r] &&
@@ -143,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const i64 share = ceil_div(all, static_cast<i64>(p.most));
   const i64 size = p.fixed_cost ? p.fixed_cost : share <= largest ? largest : max(2 * largest, share);
   const int used = p.fixed_cost ? total.other : ceil_div(all, size);
-  // Neighbouring chunks go to one multiprocessor, equally many to each: index of a chunk by its number, and the inverse.
+  // Adjacent chunks go to one multiprocessor, equally many to each: index of a chunk by its number, and the inverse.
   const int each = ceil_div(used, p.multiprocessors);
   const bool spread = !p.fixed_cost && each < p.workers;
   const auto place_of = [&](int chunk) { return spread ? chunk / each * p.workers + chunk % each : chunk; };
@@ -180,7 +185,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         return stage;
       };
-      for (int i = lane; i < n; i += 32 * kAhead) {
+      if (n <= 32 && lane < n) {
+        const int handle = table[place_of_page(lane)];
+        stages[first_stage + lane] = stage_of(lane, handle, slab_of(handle));
+      }
+      for (int i = lane; n > 32 && i < n; i += 32 * kAhead) {
         int handle[kAhead];
         unsigned long long slab[kAhead];
 #pragma unroll
@@ -201,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
-        const int i = max(c * size - after, 0ll) / price, number = chunk + c;
+        const int i = quotient(max(c * size - after, 0ll), price), number = chunk + c;
         Chunk& part = parts[place_of(number)];
         const int handle = table[place_of_page(i)];
         part.first = stage_of(i, handle, slab_of(handle));
@@ -213,9 +222,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
       if (lane == 0) {
         Slots found = {0, 0};
         if (n) {
-          const int c = (after + price - 1) / size;
+          const int c = quotient(after + price - 1, size);
           found.first = chunk + c + t * head_caches + u;
-          found.count = static_cast<int>((whole - 1) / size) - c + 1;
+          found.count = static_cast<int>(quotient(whole - 1, size)) - c + 1;
         }
         slots[t * head_caches + u] = found;
       }

@@ -40,16 +40,16 @@ BASE = f"10q5q6i2f3i5q qf3i{MAX_TIERS}i"  # struct Params of decode_state.cuh
 # struct PackedParams: its base, then pages, table, balance; plain rows and their strides; strides; stages of a block.
 DECODE = struct.Struct(BASE + "3q4q4q3q2q2i" + WORK)
 COMBINE = struct.Struct("8q2q3q7if" + WORK)
-# Words of 8 bytes that hold addresses, which change from call to call. Of DECODE: q; lengths, centre, list, partials
+# 8-byte words that hold addresses, which change from call to call. In DECODE: q; lengths, centre, list, partials
 # and sums; pages, table, balance, tail and sink rows. The first of COMBINE: partials, sums, out, lse, sinks, q, centre,
 # balance.
 QUERY, LENGTHS, PAGES = 0, 4, struct.calcsize(BASE) // 8
 DECODE_WORK, COMBINE_WORK = ((x.size - struct.calcsize(WORK)) // 8 for x in (DECODE, COMBINE))
-SPLITS, MULTIPROCESSORS = 14, 16  # places in the numbers of WORK
-PLAIN_TOKENS = 16  # of a stage of plain rows
-MOST_WARPS = 8  # of a column in packed_combine.cu
+SPLITS, MULTIPROCESSORS = 14, 16  # indices in the numbers of WORK
+PLAIN_TOKENS = 16  # tokens per stage of plain rows
+MOST_WARPS = 8  # maximum warps per column in packed_combine.cu
 MOST_COST = 1 << 30
-MOST_TOKENS = 1 << 24  # of a request: the number of 16 of them has 21 bits of a stage's meta (work.cuh)
+MOST_TOKENS = 1 << 24  # per request: the index of 16 tokens has 21 bits of a stage's meta (work.cuh)
 
 
 def missing(job: Job) -> str | None:
@@ -91,7 +91,7 @@ def combine_entry_of(dtype: torch.dtype, head_dim: int, warps: int, plain: bool 
 def kernels_needed(
     format: Format, dtype: torch.dtype, group: int, q_len: int = 1, *, windowed: bool = False, arch: str
 ) -> list[jit.Named]:
-    """Kernels of steps with up to ``q_len`` queries per request; ``windowed``: with a sliding window, too."""
+    """Kernels of steps with up to ``q_len`` queries per request; ``windowed``: also with a sliding window."""
     if dtype not in NAMES or not format.rotate:
         return []
     needed = []
@@ -109,11 +109,11 @@ def shared_of(format: Format, cut: Cut, plain: bool = False) -> int:
     codes, rows = slot_bytes((format,)) - 4 * format.page_tokens, PLAIN_TOKENS * format.head_dim * 4
     if plain:
         return cut.warps * SLOTS * max(codes, rows)
-    return cut.warps * max(SLOTS * codes, 8 * cut.width * format.head_dim * 4)  # or a warp's partial
+    return cut.warps * max(SLOTS * codes, 8 * cut.width * format.head_dim * 4)  # or one partial per warp
 
 
 def packed_cut(format: Format, columns: int, arch: str, plain: bool = False) -> Cut:
-    """Launch configuration; of fewer warps where stages of plain rows would take too much memory."""
+    """Launch configuration; fewer warps if stages of plain rows would take too much shared memory."""
     cut = cut_of((format,), columns, arch)
     if plain and arch < "sm_90" and shared_of(format, cut, plain) > PORTABLE_SHARED:
         return replace(cut, warps=1)
@@ -142,11 +142,11 @@ class Grid(NamedTuple):
     y: int  # blocks that share the columns
     shared: int  # bytes
     multiprocessors: int
-    per: int  # blocks on a multiprocessor
+    per: int  # blocks per multiprocessor
 
     @property
     def chunks(self) -> int:
-        """Partials of a call without fixed splits, but for those of head caches that begin in a chunk."""
+        """Number of partials of a call without fixed splits, not counting head caches that begin inside a chunk."""
         return self.multiprocessors * self.per * self.cut.warps * self.cut.waves
 
     @property
@@ -167,13 +167,13 @@ def grid_of(format: Format, columns: int, device: int, plain: bool) -> Grid:
 def workspace_bytes(
     format: Format, requests: int, kv_heads: int, group: int, most_queries: int, device: int, plain: bool = False
 ) -> int:
-    """Bytes of scratch of a call without fixed splits; ``plain``: with a tail or sink tokens."""
+    """Bytes of scratch memory of a call without fixed splits; ``plain``: with a tail or sink tokens."""
     grid = grid_of(format, most_queries * group, device, plain)
     return (grid.chunks + (1 + plain) * requests * kv_heads) * grid.columns * (4 * format.head_dim + 8)
 
 
 class PackedDecodePlan:
-    """Launches of calls that look alike; pointers are written before each."""
+    """Launches of calls with the same signature; pointers are written before each."""
 
     def __init__(self, job: Job, device: int) -> None:
         f, blocks, self.device = job.format, job.blocks, device
@@ -191,7 +191,7 @@ class PackedDecodePlan:
         split = 0 if job.fixed_split is None else -(-job.fixed_split // self.tokens)
         self.chunks = self.head_caches * -(-max_stages // split) if split else sizes.chunks
         self.slots, self.columns = self.chunks + (1 + plain) * self.head_caches, sizes.columns
-        splits = 0 if plain or split else grid // self.head_caches  # blocks of a head cache in an even batch
+        splits = 0 if plain or split else grid // self.head_caches  # blocks per head cache in an even batch
         costs, worst = [cost(f), begin_cost(f)], self.head_caches * (begin_cost(f) + max_stages * cost(f))
         costs = [max(n // -(-worst // MOST_COST), 1) for n in costs] if worst > MOST_COST else costs
         self.work = (
@@ -216,7 +216,7 @@ class PackedDecodePlan:
         self.words = tuple(memoryview(x.params).cast("q") for x in (self.decode, self.combine))
         self.optional = plain or any(x is not None for x in (job.cu_seqlens_q, job.balance, job.centre, job.sinks))
         self.sums_offset = self.slots * self.columns * f.head_dim * 4
-        self.nbytes = self.sums_offset + self.slots * self.columns * 8  # of scratch
+        self.nbytes = self.sums_offset + self.slots * self.columns * 8  # bytes of scratch memory
 
     def _combine_warps(self, head_dim: int, columns: int, grid: int, multiprocessors: int, fixed: bool) -> int:
         """Warps per column; 1 is the kernel of single warps. Independent of the batch with fixed splits."""
@@ -228,7 +228,7 @@ class PackedDecodePlan:
         return MOST_WARPS if columns < 2 * grid else fewest
 
     def _params(self, job: Job) -> tuple[bytes, bytes]:
-        """Parameters of both launches but for the addresses, which `run` writes."""
+        """Parameters of both launches except for the addresses, which `run` writes."""
         q, blocks = job.q, job.blocks
         size, log2e = q.element_size(), math.log2(math.e)
         by_group, by_heads = _inverse(job.group), _inverse(blocks.kv_heads)
@@ -257,12 +257,12 @@ class PackedDecodePlan:
         self, cu_seqlens_q: torch.Tensor | None, balance: torch.Tensor | None, centre: torch.Tensor | None,
         sinks: torch.Tensor | None, rows: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
-        """Write the addresses of what a call may leave out; calls of a plan all leave out the same."""
+        """Write the addresses of optional tensors; all calls of a plan omit the same ones."""
         decode, combine = self.words
         decode[DECODE_WORK + 1] = combine[COMBINE_WORK + 1] = _pointer(cu_seqlens_q)
         decode[PAGES + 2] = combine[7] = _pointer(balance)
         decode[LENGTHS + 1] = _pointer(centre)
-        # A softcap applies to whole scores, so packed.cu then adds the centre's part itself.
+        # A softcap applies to complete scores, so packed.cu then adds the centre's part itself.
         combine[4], combine[6] = _pointer(sinks), 0 if self.capped else _pointer(centre)
         if self.plain:
             tail_k, tail_v, tail_slots, sink_k, sink_v, sink_slots = map(_pointer, rows)
@@ -272,7 +272,7 @@ class PackedDecodePlan:
             decode[DECODE_WORK + 3] = combine[COMBINE_WORK + 3] = sink_slots
 
     def run(self, memory: tuple[Any, ...]) -> Result:
-        """Run a call that looks like the plan's: its `Tensors`, and the output or None."""
+        """Run a call with the plan's signature: its `Tensors`, and the output or None."""
         q, pages, table, seq_lens, cu_seqlens_q, balance, centre, sinks, scratch, *rows, out = memory
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)

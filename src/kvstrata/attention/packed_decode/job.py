@@ -1,4 +1,4 @@
-"""One checked call of ``decode_packed``, as every backend takes it."""
+"""One checked call of ``decode_packed``, the input of every backend."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvstrata.store.packed.arguments import (
 from kvstrata.store.packed.plain_rows import RowTensors
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
-MOST_QUERIES = 16  # of a request, unless max_seqlen_q says otherwise
+MOST_QUERIES = 16  # maximum queries per request, unless max_seqlen_q is given
 
 
 class Options(NamedTuple):
-    """Arguments that are no tensors."""
+    """Arguments that are not tensors."""
 
     scale: float | None = None
     sliding_window: int | None = None
@@ -75,7 +75,7 @@ class Job(NamedTuple):
     sinks: torch.Tensor | None  # float32 [Hq]
     workspace: torch.Tensor | None  # uint8
     blocks: Blocks
-    most_queries: int  # of a request
+    most_queries: int  # maximum queries per request
     scale: float
     sliding_window: int | None
     softcap: float | None
@@ -121,7 +121,7 @@ def _most_queries(tensors: Tensors, given: int | None) -> int:
 def check(
     tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
 ) -> Job:
-    """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
+    """Check everything but the contents of tensors; ``address``: they are in memory, not fake tensors."""
     q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *_ = tensors
     blocks = check_pages(pages, format, address)
     device = pages.device

@@ -1,7 +1,7 @@
 """``decode_packed``: a few queries of each request over packed pages in blocks that an engine owns.
 
-Stateless: where tokens are comes from ``block_table`` and ``seq_lens``, which are read on the device. Under tracing the
-call becomes the operator ``kvstrata::decode_packed``.
+Stateless: ``block_table`` and ``seq_lens``, which are read on the device, locate the tokens. Under tracing the call
+becomes the operator ``kvstrata::decode_packed``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 from kvstrata import jit
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.packed_again import Recent, Seen
 from kvstrata.attention.packed_operator import FORMAT, Operators
+from kvstrata.attention.packed_repeat import KnownCall, Recent
 from kvstrata.backends import choose, missing
 from kvstrata.call_cache import dispatched, signature
 from kvstrata.layout import Format
@@ -33,7 +33,7 @@ def _missing(backend: str, job: Job) -> str | None:
     return None
 
 
-# Of a call's memory, what kernels access in 16 bytes: pages, workspace, tail, sink rows and the output, which is last.
+# Tensors of a call that kernels access in 16-byte words: pages, workspace, tail, sink rows and, last, the output.
 WIDE = {"pages", "workspace", "tail_k", "tail_v", "sink_k", "sink_v"}
 ALIGNED = {i for i, name in enumerate(Tensors._fields) if name in WIDE} | {len(Tensors._fields)}
 _plans = Recent()
@@ -52,7 +52,7 @@ def _run_cuda(job: Job, tensors: Tensors, format: Format, options: Options, back
             jit.bind_context(device)
             plan = _plans.known[key] = packed_cuda.PackedDecodePlan(job, device)
         if q is job.q and (tensors.sinks is None or tensors.sinks.data_ptr() == job.sinks.data_ptr()):  # type: ignore[union-attr]
-            _plans.remember(Seen((format, backend, *options), (*tensors, job.out), ALIGNED, plan.run, device))
+            _plans.remember(KnownCall((format, backend, *options), (*tensors, job.out), ALIGNED, plan.run, device))
         return plan.run((*tensors._replace(q=q, sinks=job.sinks), job.out))
 
 
@@ -116,34 +116,34 @@ def decode_packed(
         q: ``[T, heads, head_dim]`` float32, float16 or bfloat16, the queries of all requests end to end; heads is a
             multiple of the KV heads, the inner stride is 1.
         pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, as `store_packed` writes it. K and V
-            of the queries' own tokens are stored already.
+            of the queries' own tokens are already stored.
         block_table: int32 ``[B, max_blocks]``. Token i of a request is in block ``block_table[request, i //
             block_size]``; entries past the length may hold anything.
-        seq_lens: int32 ``[B]``, tokens of each request, the queries' own included; 0 for a row that is padding.
+        seq_lens: int32 ``[B]``, tokens of each request, including the queries' own; 0 for a padding row.
         fmt: format of the pages.
-        calibration: what the tokens were stored with.
+        calibration: the calibration that the tokens were stored with.
         tail: 16-bit rows of each request's unfinished page, ``[max_requests, kv_heads, tokens, head_dim]`` in q's
             dtype, as `store_packed` writes them: positions from ``seq_len // page_tokens * page_tokens`` on are
             read there.
         sink_tokens: 16-bit rows of each request's first tokens, as `store_packed` writes them.
         scale: factor of the scores; None is ``head_dim ** -0.5``.
-        sliding_window: positions that a query sees, its own included; None is all. Pages outside are not read.
+        sliding_window: number of positions that a query sees, including its own; None is all. Other pages are not read.
         sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
         softcap: cap c of the scores, which become ``c * tanh(score / c)``; None is no cap.
         cu_seqlens_q: int32 ``[B + 1]``: the queries of request i are rows ``cu[i] .. cu[i + 1]`` of q. None: T / B.
-        max_seqlen_q: upper bound of a request's queries with cu_seqlens_q; None is 16.
+        max_seqlen_q: upper bound of the queries per request, with cu_seqlens_q; None is 16.
         fixed_split: tokens per partial, independent of the rest of the batch: the output of a request is then
             batch-invariant, bit for bit. None balances the work over the device.
-        return_lse: also return the log-sum-exp of the scores, sink included.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
         out: contiguous memory of q's shape and dtype for the output; None allocates it.
-        workspace: contiguous uint8 memory for partials, contents are lost; if it is too small, ``cuda`` raises an error
-            that names the bytes needed, and ``triton`` allocates its own. None allocates it.
+        workspace: contiguous uint8 memory for partials, overwritten; if it is too small, ``cuda`` raises an error that
+            names the bytes needed, and ``triton`` allocates its own. None allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Query i of n is at position ``seq_len - n + i`` and sees no later one. A query that sees no token yields zeros and
     an lse of -inf (with a sink: its logit). Only ``out`` and ``workspace`` are mutated. Safe under
     ``torch.compile(fullgraph=True)``, and under CUDA-graph capture on a GPU backend once a call of the same shapes has
-    compiled the kernels: lengths, blocks and queries are read at replay. Only ``reference`` makes the host wait.
+    compiled the kernels: lengths, blocks and queries are read at replay. Only ``reference`` synchronises with the host.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
@@ -164,10 +164,10 @@ def decode_packed(
     balance, centre = (None, None) if calibration is None else calibration_tensors(calibration)
     rows = NO_ROWS if tail is sink_tokens is None else row_tensors(tail, sink_tokens)
     memory = (q, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, workspace, *rows, out)
-    look = (fmt, backend, scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
-    again = None if _is_compiling() else _plans.again(look, memory)
-    if again is None:
-        tensors, options = Tensors(*memory[:-1]), Options(*look[2:])
+    call_signature = (fmt, backend, scale, sliding_window, softcap, max_seqlen_q, fixed_split, return_lse)
+    result = None if _is_compiling() else _plans.repeat(call_signature, memory)
+    if result is None:
+        tensors, options = Tensors(*memory[:-1]), Options(*call_signature[2:])
         run = OPERATORS.call if dispatched(memory) else _decode
-        again = run(tensors, fmt, options, backend, out)
-    return AttentionOutput(*again) if return_lse else again[0]
+        result = run(tensors, fmt, options, backend, out)
+    return AttentionOutput(*result) if return_lse else result[0]

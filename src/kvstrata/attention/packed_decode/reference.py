@@ -1,4 +1,4 @@
-"""``decode_packed`` in torch: float32 on the packed bytes. It is the CPU path, and kernels are tested against it."""
+"""``decode_packed`` in torch: float32 on the packed bytes. It is the CPU path and the reference for the kernels."""
 
 from __future__ import annotations
 

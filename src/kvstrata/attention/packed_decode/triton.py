@@ -1,7 +1,7 @@
-"""``decode_packed`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``decode_packed`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-    decode_kernel    a program per (request, KV head, block of query rows, split) walks consecutive blocks of tokens
-                     with an online softmax in the rotated space, and rotates its sums back
+    decode_kernel    a program per (request, KV head, block of query rows, split) loops over consecutive blocks of
+                     tokens with an online softmax in the rotated space, and rotates its sums back
     combine_kernel   a program per query row combines the splits
 
 All arithmetic is float32. The two products use tensor cores in TF32 for 16-bit queries.
@@ -25,7 +25,7 @@ from .job import Job, Result
 
 @triton.jit
 def _queries(cu_ptr, batch, RAGGED: tl.constexpr, Q_LEN: tl.constexpr):
-    """First query of a request, and how many it has."""
+    """First query of a request, and its number of queries."""
     if RAGGED:
         begin = tl.load(cu_ptr + batch)
         count = tl.minimum(tl.load(cu_ptr + batch + 1) - begin, Q_LEN)
@@ -40,7 +40,7 @@ def split_at(
     tail_slots_ptr, sink_slots_ptr, batch, length, tail_requests, sink_requests, TOKENS: tl.constexpr,
     TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Slots of a request's tail and sink rows, end of its positions in pages, and how many are in sink rows."""
+    """Slots of a request's tail and sink rows, end of its positions in pages, and number of sink rows."""
     tail = (length * 0).to(tl.int64)
     sink = tail
     packed, sinks = length, length * 0
@@ -91,7 +91,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a block of query rows. BLOCK: size of the rotation, 1 for none.
 
-    TAIL, SINK: tokens of plain rows beside the pages, 0 for none. The first split takes them.
+    TAIL, SINK: number of plain rows in addition to the pages, 0 for none. The first split processes them.
     """
     head_cache, split = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1)
     batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
@@ -175,7 +175,7 @@ def combine_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partials of one query row, split after split, with the sink in the denominator."""
+    """Combine the partials of one query row, split by split, with the sink in the denominator."""
     head_cache, row = tl.program_id(0), tl.program_id(1)
     begin, queries = _queries(cu_ptr, head_cache // KV_HEADS, RAGGED, Q_LEN)
     if row < queries * GROUP:
@@ -206,7 +206,7 @@ def combine_kernel(
 
 
 def row_arguments(q: torch.Tensor, rows: RowTensors) -> list[torch.Tensor | int]:
-    """Plain rows as kernels take them: tensors, q for those that are not there; slots and strides of tail and sinks."""
+    """Plain rows as kernel arguments: tensors, q for those that are absent; slots and strides of tail and sinks."""
     sizes = [(0, 0, 0) if x is None else (x.shape[0], *x.stride()[:2]) for x in (rows.tail_k, rows.sink_k)]
     return [*(q if x is None else x for x in rows), *sizes[0], *sizes[1]]
 

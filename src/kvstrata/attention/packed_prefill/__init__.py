@@ -1,1 +1,1 @@
-"""Prefill attention of new rows over a packed prefix and themselves, from an engine's block table."""
+"""Prefill attention of new rows over a packed prefix and each other, from an engine's block table."""

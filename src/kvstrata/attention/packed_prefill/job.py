@@ -1,4 +1,4 @@
-"""One checked call of ``prefill_packed``, as every backend takes it."""
+"""One checked call of ``prefill_packed``, the input of every backend."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Arguments that are no tensors."""
+    """Arguments that are not tensors."""
 
     scale: float | None = None
     sliding_window: int | None = None
@@ -88,14 +88,14 @@ class Job(NamedTuple):
 
 
 def padded_dim(head_dim: int) -> int:
-    """Elements of an unpacked row: the smallest head_dim of `prefill_attention` that is not below ``head_dim``."""
+    """Elements of an unpacked row: the smallest head_dim of `prefill_attention` that is at least ``head_dim``."""
     return next((dim for dim in HEAD_DIMS if dim >= head_dim), head_dim)
 
 
 def check(
     tensors: Tensors, format: Format, options: Options, out: torch.Tensor | None = None, *, address: bool = True
 ) -> Job:
-    """Check everything but the contents of tensors; ``address``: they are memory, not fake tensors."""
+    """Check everything but the contents of tensors; ``address``: they are in memory, not fake tensors."""
     q, k, v, pages, block_table, seq_lens, cu_seqlens_q, balance, centre, sinks, *_ = tensors
     blocks = check_pages(pages, format, address)
     device = pages.device

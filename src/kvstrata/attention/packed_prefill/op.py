@@ -1,6 +1,6 @@
-"""``prefill_packed``: new rows of each request over its packed prefix and themselves, from the block table.
+"""``prefill_packed``: new rows of each request attend to its packed prefix and to each other, from the block table.
 
-Chunked prefill, prefix hits and ragged batches. Under tracing the call becomes the operator
+Serves chunked prefill, prefix hits and ragged batches. Under tracing the call becomes the operator
 ``kvstrata::prefill_packed``.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.packed_again import Recent, Seen
 from kvstrata.attention.packed_operator import FORMAT, Operators
+from kvstrata.attention.packed_repeat import KnownCall, Recent
 from kvstrata.backends import choose, missing
 from kvstrata.call_cache import dispatched
 from kvstrata.layout import Format
@@ -53,12 +53,12 @@ def _prefill(
     return result
 
 
-ALL = set(range(len(Tensors._fields) + 1))  # must be at multiples of 16 bytes, as Triton's kernels were compiled for
+ALL = set(range(len(Tensors._fields) + 1))  # must be aligned to 16 bytes, as Triton's kernels assume
 _recent = Recent()
 
 
-def _keep(job: Job, look: tuple[Any, ...]) -> None:
-    """Keep the launches of a call that has run, for those that look like it."""
+def _keep(job: Job, signature: tuple[Any, ...]) -> None:
+    """Keep the launches of a call that has run, for later calls with the same signature."""
     from . import repeat
 
     tensors, device = job.tensors, job.tensors.q.get_device()
@@ -67,7 +67,7 @@ def _keep(job: Job, look: tuple[Any, ...]) -> None:
         return
     launches = repeat.Repeat(job)
     if launches.complete:
-        _recent.remember(Seen(look, (*tensors, job.out), ALL, launches.run, device))
+        _recent.remember(KnownCall(signature, (*tensors, job.out), ALL, launches.run, device))
 
 
 _library = torch.library.Library("kvstrata", "FRAGMENT")
@@ -115,29 +115,29 @@ def prefill_packed(
     Args:
         q: ``[T, heads, head_dim]`` float32, float16 or bfloat16, the new tokens of all requests end to end.
         k_new, v_new: ``[T, kv_heads, head_dim]`` in q's dtype, rows of the same tokens; inner stride 1. `store_packed`
-            writes them, before or after this call; with a tail or sink_tokens before it.
+            may write them before or after this call; with a tail or sink_tokens it must be before.
         pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, which hold the prefix.
         block_table: int32 ``[B, max_blocks]``, as in `decode_packed`.
-        seq_lens: int32 ``[B]``, tokens of each request, the new ones included: the prefix is what is before them.
+        seq_lens: int32 ``[B]``, tokens of each request, including the new ones: the prefix is everything before them.
         cu_seqlens_q: int32 ``[B + 1]``: the new tokens of request i are rows ``cu[i] .. cu[i + 1]``.
         fmt: format of the pages.
-        calibration: what the prefix was stored with.
-        tail, sink_tokens: 16-bit rows beside the pages, as in `decode_packed`.
+        calibration: the calibration that the prefix was stored with.
+        tail, sink_tokens: 16-bit rows in addition to the pages, as in `decode_packed`.
         scale, sliding_window, sinks, softcap: as in `decode_packed`.
         cu_seqlens_k: int32 ``[B + 1]``, 0 and the prefix sums of ``seq_lens``; None computes them, in one launch.
         max_seqlen_q, max_seqlen_k, total_tokens: upper bounds of a request's new tokens, of ``seq_lens`` and of their
             sum. If one is None, it is read from the device, and the host waits.
-        exact_lengths: the three bounds are the very numbers, not only bounds. If all requests have as many new tokens
-            and as long a prefix, as a single one has, faster kernels attend. Lengths read from the device are exact.
-        return_lse: also return the log-sum-exp of the scores, sinks included.
+        exact_lengths: the three bounds are exact values, not only bounds. If all requests also have equally many new
+            tokens and equally long prefixes, as a single request does, faster kernels are used. Lengths read from the
+            device are exact.
+        return_lse: also return the log-sum-exp of the scores, including sinks.
         out: contiguous memory of q's shape and dtype for the output; None allocates it.
-        workspace: contiguous uint8 memory for unpacked rows; contents are lost. It takes as many KV heads at a time as
-            fit; if not even one does, the error names the bytes needed. None allocates up to 512 MB.
+        workspace: contiguous uint8 memory for unpacked rows, overwritten. As many KV heads as fit are processed at a
+            time; if not even one fits, the error names the bytes needed. None allocates up to 512 MB.
         backend: ``auto``, ``reference`` or ``triton``.
 
-    Only ``out`` and ``workspace`` are mutated. Safe under
-    ``torch.compile(fullgraph=True)``; safe under CUDA-graph capture on ``triton`` with all three bounds given, once the
-    same call has run outside it.
+    Only ``out`` and ``workspace`` are mutated. Safe under ``torch.compile(fullgraph=True)``. On ``triton`` also safe
+    under CUDA-graph capture with all three bounds given, once the same call has run outside it.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
@@ -161,8 +161,8 @@ def prefill_packed(
                       workspace, cu_seqlens_k)  # fmt: skip
     bounds = (max_seqlen_q, max_seqlen_k, total_tokens, exact_lengths)
     options = Options(scale, sliding_window, softcap, *bounds, return_lse)
-    again = None if _is_compiling() else _recent.again((fmt, backend, *options), (*tensors, out))
-    if again is None:
+    result = None if _is_compiling() else _recent.repeat((fmt, backend, *options), (*tensors, out))
+    if result is None:
         run = OPERATORS.call if dispatched((*tensors, out)) else _prefill
-        again = run(tensors, fmt, options, backend, out)
-    return AttentionOutput(*again) if return_lse else again[0]
+        result = run(tensors, fmt, options, backend, out)
+    return AttentionOutput(*result) if return_lse else result[0]

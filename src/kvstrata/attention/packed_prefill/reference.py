@@ -1,4 +1,4 @@
-"""``prefill_packed`` in torch: float32, request by request. The CPU path, and the reference of the kernels' tests."""
+"""``prefill_packed`` in torch: float32, request by request. It is the CPU path and the reference for the kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Launches of `prefill_packed` that are kept, for calls that look alike: nothing is checked or chosen again.
+"""Kept launches of `prefill_packed`, for calls with the same signature: nothing is checked or chosen again.
 
-A layer's call has the shapes and lengths of the layer before it. What is left of it is memory for rows and output, and
-two launches (unpacking, attention), or three where requests differ in length.
+The call of a layer has the shapes and lengths of the previous layer. Only memory for rows and output remains, and two
+launches (unpacking, attention), or three if requests differ in length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .split_triton import parts_of
 from .triton import Bounds, bounds_of, heads_at_once, sums_kernel, unpack_kernel, unpack_of
 
 WORKSPACE = Tensors._fields.index("workspace")
-# Of a call's tensors, in the order in which unpack_kernel takes them: before and after the matrix of the rotation.
+# Tensors of a call, in the order in which unpack_kernel takes them: before and after the matrix of the rotation.
 BEFORE = [Tensors._fields.index(x) for x in ("k_new", "v_new", "balance", "centre")]
 BEHIND = [i for i, x in enumerate(Tensors._fields) if x.startswith(("tail_", "sink_"))]
 
@@ -31,7 +31,7 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 def keeps(job: Job) -> bool:
-    """True if launches can be kept: bounds from the host, all KV heads at once, rows as they are, and no parts."""
+    """True if launches can be kept: bounds from the host, all KV heads at once, unpadded rows, and no split prefix."""
     options, t, dim = job.options, job.tensors, job.format.head_dim
     if None in (options.max_seqlen_q, options.max_seqlen_k, options.total_tokens):
         return False
@@ -47,7 +47,7 @@ def keeps(job: Job) -> bool:
 
 
 class Repeat:
-    """Launches of calls that look like a job that `keeps` and has run; ``complete`` says whether all were found."""
+    """Launches of calls with the signature of a job that `keeps` accepts; ``complete`` is True if all were found."""
 
     def __init__(self, job: Job) -> None:
         t, options, bounds, kv_heads = job.tensors, job.options, bounds_of(job), job.blocks.kv_heads
@@ -60,7 +60,7 @@ class Repeat:
         self.nbytes = 2 * bounds.total * kv_heads * dim * t.q.element_size()
         given = (*t, job.out)
         k, v, out, lse = self._memory(given)
-        cu_k = t.seq_lens if t.cu_seqlens_k is None else t.cu_seqlens_k  # looks like the sums
+        cu_k = t.seq_lens if t.cu_seqlens_k is None else t.cu_seqlens_k  # has the form of the sums
         self._find_sums(job, bounds)
         one = unpack_of(job, bounds, None if self.dense else cu_k, k, v, 0, kv_heads)
         self.numbers, self.signs = one.numbers, one.tensors[11]

@@ -1,7 +1,7 @@
-"""A short chunk over a long prefix: parts of the keys attend side by side, and `merge_kernel` adds them up.
+"""A short chunk over a long prefix: parts of the keys are attended to as a batch, and `merge_kernel` merges them.
 
     keys    part 0 | part 1 | .. | the rest, with the new tokens
-    tiles   heads x queries, of every part at once: a batch      heads x queries, with the causal mask
+    tiles   heads x queries, for all parts at once: a batch      heads x queries, with the causal mask
 
 64 queries of 32 heads are 32 tiles of 128 queries, each over all keys; a GPU has several times as many multiprocessors.
 """
@@ -20,21 +20,21 @@ from kvstrata.attention.prefill.op import prefill_attention
 
 from .job import Job
 
-TILE = 128  # queries of a tile
-SHORTEST = 512  # keys of a part
-ALIGNED = 128  # keys: parts begin at multiples of it
-EAGER = 32768  # keys from which on parts are worth their launches outside a graph, where the host is the slower one
+TILE = 128  # queries per tile
+SHORTEST = 512  # minimum keys per part
+ALIGNED = 128  # parts begin at multiples of this many keys
+EAGER = 32768  # minimum keys to split outside a graph, where the host is the bottleneck
 
 
 class Parts(NamedTuple):
     """Equal parts of the keys before a chunk."""
 
     number: int
-    keys: int  # of each
+    keys: int  # keys of each part
 
 
 def parts_of(job: Job, new: int, total: int, heads: int, processors: int) -> Parts | None:
-    """Parts of one request of ``total`` keys such that tiles fill the GPU; None if they do without.
+    """Parts of one request of ``total`` keys such that tiles fill the GPU; None if that is not needed.
 
     All queries see all keys before the chunk, unless there is a window.
     """
@@ -86,7 +86,7 @@ def attend_in_parts(
 ) -> torch.Tensor | None:  # fmt: skip
     """Causal attention of ``q [new, heads, D]``, the last of the keys ``k, v [total, KV heads, D]``, part by part.
 
-    Writes to ``out`` in q's shape, with an inner stride of 1, and returns the lse ``[new, heads]`` if asked for.
+    Writes to ``out`` in q's shape, with an inner stride of 1, and returns the lse ``[new, heads]`` if requested.
     ``scoring``: further arguments of `prefill_attention`; sinks count once, with the last keys.
     """
     (new, heads, dim), (count, length) = q.shape, parts

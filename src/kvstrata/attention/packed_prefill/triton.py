@@ -1,10 +1,10 @@
-"""``prefill_packed`` on GPUs: the prefix is unpacked to rows once, new rows are put behind it, and prefill attends.
+"""``prefill_packed`` on GPUs: unpacks the prefix to rows once, appends the new rows, and calls prefill attention.
 
     pages, k_new, v_new --unpack_kernel--> k, v [tokens of all requests, KV heads, D] --prefill_attention--> out
 
-A chunk of new tokens reads every row of the prefix many times, so unpacking costs little beside the attention. KV heads
-are done a few at a time where the rows of all would take more than STAGED bytes. Rows of a head_dim that no kernel of
-prefill_attention has are padded to one that it has.
+A chunk of new tokens reads every row of the prefix many times, so unpacking is cheap compared with attention. If the
+rows of all KV heads would take more than STAGED bytes, heads are processed a few at a time. Rows whose head_dim
+prefill_attention does not support are padded to the next one that it does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may re
 
 @triton.jit
 def _lengths(length_ptr, cu_q_ptr, request, mask, max_tokens):
-    """Tokens before a request's new ones, as many as its row of the block table lists, and its new ones."""
+    """Tokens before a request's new ones, limited by its row of the block table, and its number of new ones."""
     new = tl.load(cu_q_ptr + request + 1, mask=mask, other=0) - tl.load(cu_q_ptr + request, mask=mask, other=0)
     prefix = tl.load(length_ptr + request, mask=mask, other=0) - new
     return tl.minimum(tl.maximum(prefix, 0), max_tokens).to(tl.int32), new
@@ -40,7 +40,7 @@ def _lengths(length_ptr, cu_q_ptr, request, mask, max_tokens):
 
 @triton.jit(do_not_specialize=["requests", "total"])
 def sums_kernel(length_ptr, cu_q_ptr, cu_k_ptr, requests, max_tokens, total, BLOCK: tl.constexpr):
-    """Prefix sums of the rows of each request, ``total`` at most."""
+    """Prefix sums of the rows of each request, at most ``total``."""
     tl.store(cu_k_ptr, 0)
     before = 0
     for first in range(0, requests, BLOCK):
@@ -53,7 +53,7 @@ def sums_kernel(length_ptr, cu_q_ptr, cu_k_ptr, requests, max_tokens, total, BLO
 
 @triton.jit
 def _overlay(rows, ptr, mask):
-    """Replace the rows that a mask names by those in memory."""
+    """Replace the rows selected by a mask with those in memory."""
     return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
 
 
@@ -70,10 +70,10 @@ def unpack_kernel(
     CENTRED: tl.constexpr,
     WHOLE: tl.constexpr, TAIL: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS positions of one request and KV head, of K or V: from a page, plain rows beside it, or new rows.
+    """TOKENS positions of one request and KV head, of K or V: from a page, from plain rows, or from new rows.
 
-    ``window``: positions that a query can make a kernel read, its own included; tokens before them are left out.
-    PADDED: elements of a row that is written, DIM or more; those behind DIM are zeros. DENSE: all requests have
+    ``window``: positions that a query can make a kernel read, including its own; earlier tokens are skipped.
+    PADDED: elements of an output row, DIM or more; those past DIM are zeros. DENSE: all requests have
     ``longest`` tokens, and there is no cu_k.
     """
     per_request = tl.cdiv(longest, TOKENS)
@@ -148,7 +148,7 @@ def missing(job: Job) -> str | None:
 
 
 class Bounds(NamedTuple):
-    """Upper bounds of a request's queries and tokens, and of all tokens; ``exact``: they are the very numbers."""
+    """Upper bounds of a request's queries and tokens, and of all tokens; ``exact``: they are exact values."""
 
     max_q: int
     max_k: int
@@ -156,7 +156,7 @@ class Bounds(NamedTuple):
     exact: bool
 
     def dense(self, job: Job) -> bool:
-        """True if all requests have as many new tokens and as long a prefix."""
+        """True if all requests have equally many new tokens and equally long prefixes."""
         requests = job.tensors.seq_lens.shape[0]
         return self.exact and requests * self.max_q == job.tensors.q.shape[0] and requests * self.max_k == self.total
 
@@ -178,7 +178,7 @@ def bounds_of(job: Job) -> Bounds:
 def heads_at_once(job: Job, total: int) -> int:
     """KV heads whose unpacked rows fit the workspace, or STAGED bytes."""
     workspace, q = job.tensors.workspace, job.tensors.q
-    needed = 2 * max(total, 1) * padded_dim(job.format.head_dim) * q.element_size()  # of one head
+    needed = 2 * max(total, 1) * padded_dim(job.format.head_dim) * q.element_size()  # bytes of one head
     room = STAGED if workspace is None else workspace.numel()
     if workspace is not None and (room < needed or workspace.data_ptr() % 16):
         raise ValueError(
@@ -229,7 +229,7 @@ def unpack_of(
 def unpack(
     job: Job, bounds: Bounds, cu_seqlens_k: torch.Tensor | None, rows: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of ``count`` KV heads from ``first`` on, ``[total, count, D]``: prefixes, each with its new rows behind.
+    """K and V of ``count`` KV heads from ``first`` on, ``[total, count, D]``: prefixes, each followed by its new rows.
 
     D is that of `padded_dim`; ``rows`` ``[2, at least total * count * D]`` is written to.
     """
@@ -243,7 +243,7 @@ def unpack(
 
 
 def staging(job: Job, bounds: Bounds) -> tuple[torch.Tensor | None, torch.Tensor, int]:
-    """Prefix sums of the lengths unless all are the same, memory for rows, and the KV heads that it is for."""
+    """Prefix sums of the lengths unless all are equal, memory for rows, and the number of KV heads it holds."""
     q, seq_lens, heads = job.tensors.q, job.tensors.seq_lens, heads_at_once(job, bounds.total)
     cu_k = job.tensors.cu_seqlens_k
     if bounds.dense(job):
@@ -274,7 +274,7 @@ def _attend(
         )  # fmt: skip
     elif parts := parts_of(job, bounds.max_q, bounds.max_k, q.shape[1], processors_of(q.device)[0]):
         return attend_in_parts(q, k, v, parts, out, return_lse, scoring)
-    else:  # by kernels that ragged rows cannot use
+    else:  # kernels that do not support ragged rows
         q, out = (x.unflatten(0, (-1, bounds.max_q)) for x in (q, out))
         k, v = (x.unflatten(0, (-1, bounds.max_k)) for x in (k, v))
         result = prefill_attention(q, k, v, sliding_window=window, return_lse=return_lse, out=out, **scoring)

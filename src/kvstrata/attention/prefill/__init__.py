@@ -1,1 +1,1 @@
-"""Prefill attention: many queries over K and V as they come from the projections."""
+"""Prefill attention: many queries over K and V as the projections output them."""

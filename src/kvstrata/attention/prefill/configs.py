@@ -1,5 +1,5 @@
-"""Kernel and tile of a prefill shape: from the tuned table of the GPU, else from `TABLE` (measured on an H200), else a
-default."""
+"""Kernel and tile of a prefill shape: from the tuned table of the GPU, else from `TABLE` (measured on an H200), else
+a default."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def processors_of(device: torch.device) -> tuple[int, bool]:
 
 
 def default_of(dim: int, hopper: bool) -> Config:
-    """Tile that fits any GPU of its kind, not measured."""
+    """Tile that fits any GPU of its kind; not measured."""
     if dim <= 64:
         return DEFAULT
     if dim <= 128:

@@ -1,4 +1,4 @@
-"""``prefill_attention`` in CUDA C++ (prefill.cu, sm_80 and newer): one launch, with a tile by shape (tiles.py)."""
+"""``prefill_attention`` in CUDA C++ (prefill.cu, sm_80 and newer): one launch, tile chosen by shape (tiles.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvstrata.call_cache import PerThread
 
 from .configs import tuned_tile
 from .job import PrefillJob, Result, Run, lse_strides, strides_of
-from .launch import look
+from .launch import signature
 from .tiles import Tile, tile_of
 
 SOURCE = Path(__file__).parent / "prefill.cu"
 DIMS = (64, 96, 128, 256)
 SECTION_BYTES = 16 << 20  # K and V of the heads that are processed together: less than L2
-POINTERS = struct.Struct("9q")  # q, k, v, out, lse, sinks, cu_seqlens of q and k, counters: what PARAMS begins with
+POINTERS = struct.Struct("9q")  # q, k, v, out, lse, sinks, cu_seqlens of q and k, counters: the beginning of PARAMS
 PARAMS = struct.Struct("9q" + "2qI4x" * 5 + "12I4x5i2f")
 
 
@@ -85,7 +85,7 @@ def run(job: PrefillJob, tile: Tile | None = None, check: torch.Tensor | None = 
 
 
 def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run:
-    """Launch for jobs of this `look` on the current device, by this thread; the job is not empty."""
+    """Launch for jobs with this `signature` on the current device, by this thread; the job is not empty."""
     device, launch = job.q.get_device(), _find(job, out, lse, None, False)
     return lambda job, out, lse: _start(launch, device, job, out, lse, None)
 
@@ -93,7 +93,7 @@ def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run
 def _find(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, tile: Tile | None, checked: bool) -> jit.Launch:
     device = job.q.get_device()
     tile = tile or _tile(job, device)
-    key = (tile, checked, *look(job))
+    key = (tile, checked, *signature(job))
     launch = _launches.known.get(key)
     if launch is None:
         launch = _launches.known[key] = _plan(job, tile, checked, out, lse, device)
@@ -118,7 +118,7 @@ def _tile(job: PrefillJob, device: int) -> Tile:
 def _plan(
     job: PrefillJob, tile: Tile, checked: bool, out: torch.Tensor, lse: torch.Tensor | None, device: int
 ) -> jit.Launch:
-    """Launch for every job of this `look`; the addresses are filled in per call."""
+    """Launch for every job with this `signature`; the addresses are filled in per call."""
     all_heads, blocks = job.sequences * job.heads, -(-job.max_seqlen_q // tile.block_m)
     section = section_of(all_heads, 4 * job.max_seqlen_k * job.head_dim // (job.heads // job.kv_heads))
     log2e, softcap = math.log2(math.e), job.softcap or 0.0

@@ -1,16 +1,16 @@
 """``prefill_attention`` on Hopper in Gluon, with warp specialization: producer and consumer warps.
 
-    producer        one warp copies blocks of K and V into a ring in shared memory (TMA), as stages become free
-    CONSUMERS       warpgroups of 64 queries each walk over the ring. The product q k of the next block and p v of this
-                    one are both in flight while the softmax of the next is computed; with PINGPONG one warpgroup
-                    issues its products while another computes its softmax, in turns
+        producer        one warp copies blocks of K and V into a ring in shared memory (TMA), as stages become free
+        CONSUMERS       warpgroups of 64 queries each loop over the ring. The product q k of the next block and p v of
+                        this one are both in flight while the softmax of the next is computed; with PINGPONG one
+                        warpgroup issues its products while another computes its softmax, alternating
 
-    ring   k_full[stage] <- copy arrived          k_empty[stage] <- every consumer has read it          (v alike)
+    ring   k_full[stage] <- copy arrived          k_empty[stage] <- every consumer has read it          (same for v)
     turn[i]                warpgroup i may issue its products
 
 Blocks of keys run from the last to the first: those that need a mask (diagonal, end of the keys) come first. Rows past
-the end of a sequence arrive as zeros and are not written. Dense 16-bit inputs without sliding window and soft cap whose
-queries all see a key; everything else is left to triton.py. Needs Triton 3.6.
+the end of a sequence arrive as zeros and are not written. Supports dense 16-bit inputs without sliding window and soft
+cap whose queries all see a key; everything else is left to triton.py. Needs Triton 3.6.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fill(i, coordinates, ring, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(copies, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Producer warp: the queries of every consumer, then all blocks of K and V."""
+    """Producer warp: copies the queries of every consumer, then all blocks of K and V."""
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = copies[:11]
     batch, head, kv_head, begin, blocks = copies[11:]
     mbarrier.expect(q_full, CONSUMERS * q_desc.block_type.nbytes)
@@ -113,7 +113,7 @@ def step(
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, top, total, old = softmax(s, top, total, own, start, keys, factor, BLOCK_N, MASK)
     after = gl.convert_layout(weights.to(k_smem.dtype), P_LAYOUT)
-    # For the next step. Here, since the compiler would otherwise move the wait for p v above the softmax.
+    # For the next step; placed here, since the compiler would otherwise move the wait for p v above the softmax.
     mbarrier.wait(v_full.index(stage), phase)
     acc, p, after = warpgroup_mma_wait(0, deps=(acc, p, after))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -137,7 +137,7 @@ def _consume(
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     TAIL: gl.constexpr, CAUSAL: gl.constexpr, PINGPONG: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup: its 64 queries over all blocks. ``whole``: leading blocks of keys that need no mask."""
+    """Consumer warpgroup: its 64 queries over all blocks. ``whole``: number of leading key blocks without a mask."""
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, turn, out_desc, lse_ptr, sinks_ptr = work[:12]
     batch, head, begin, blocks, whole, queries, keys, lse_by, factor = work[12:]
     ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
@@ -280,13 +280,13 @@ def missing(job: PrefillJob) -> str | None:
 
 
 def registers_of(consumers: int, limit: int | None) -> int:
-    """Registers per consumer thread, after the producer gave its own away; ``limit``: per thread at launch."""
+    """Registers per consumer thread, after the producer has released its own; ``limit``: per thread at launch."""
     limit = limit or 65536 // (128 * (consumers + 1)) // 8 * 8
     return min(((consumers + 1) * limit - COPIER) // consumers // 8 * 8, 240)
 
 
 def plan(job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None) -> Run:
-    """Launch for every job of this `look` that the kernel can run; ``config.block_m`` is 64, 128 or 192."""
+    """Launch for every job with this `signature` that the kernel can run; ``config.block_m`` is 64, 128 or 192."""
     wide, consumers = triton.next_power_of_2(job.head_dim), config.block_m // ROWS
     dtype = gl.float16 if job.q.dtype == torch.float16 else gl.bfloat16
 

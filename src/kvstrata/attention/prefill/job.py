@@ -1,4 +1,4 @@
-"""`PrefillJob`: one call of ``prefill_attention``, checked; every backend takes it and returns a `Result`."""
+"""`PrefillJob`: one checked call of ``prefill_attention``, the input of every backend, which returns a `Result`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-Result = tuple[torch.Tensor, torch.Tensor | None]  # out, and lse if it was asked for
+Result = tuple[torch.Tensor, torch.Tensor | None]  # out, and lse if requested
 
 
 class PrefillJob(NamedTuple):
-    """One call, checked. Dense ``[B, S, H, D]``, or ragged ``[T, H, D]`` with both cu_seqlens."""
+    """One checked call. Dense ``[B, S, H, D]``, or ragged ``[T, H, D]`` with both cu_seqlens."""
 
     q: torch.Tensor  # inner stride 1, as k and v
     k: torch.Tensor

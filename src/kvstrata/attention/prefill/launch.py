@@ -1,9 +1,9 @@
 """Cheap repeated launches of Triton kernels.
 
 Triton inspects every argument of every launch to find the compiled kernel, and a tensor descriptor validates itself
-when it is made. The outcome depends only on shapes, strides, dtypes and the alignment of addresses (`look`): the first
-launch keeps the compiled kernel, later ones call it directly, and descriptors are copies of the first ones with another
-address. `Launch` is for a job that has one `look`, `launch` for a single kernel call.
+when it is created. The outcome depends only on shapes, strides, dtypes and the alignment of addresses (`signature`):
+the first launch keeps the compiled kernel, later ones call it directly, and descriptors are copies of the first ones
+with another address. `Launch` is for a job with one `signature`, `launch` for a single kernel call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstrata.call_cache import Bounded
 
 from .job import PrefillJob
 
-ALIGNMENT = 16  # bytes: Triton compiles another kernel for addresses that are no multiple of it
+ALIGNMENT = 16  # bytes: Triton compiles another kernel for addresses that are not a multiple of it
 
 
-def look(job: PrefillJob) -> tuple[Hashable, ...]:
-    """Cache key of a job: everything but values and addresses, of which only the alignment counts."""
+def signature(job: PrefillJob) -> tuple[Hashable, ...]:
+    """Cache key of a job: everything but values and addresses, of which only the alignment matters."""
     q, k, v, cu_q, cu_k, *sizes, sinks, return_lse, out = job
     addresses = [x.data_ptr() % ALIGNMENT for x in (q, k, v, sinks, cu_q, cu_k, out) if x is not None]
     lengths = None if cu_q is None else cu_q.shape
@@ -45,14 +45,14 @@ def empty(descriptor: Any) -> Any:
 
 
 def moved(descriptor: Any, to: torch.Tensor) -> Any:
-    """Copy of a descriptor for another tensor of the same `look`; skips the checks of the constructor."""
+    """Copy of a descriptor for another tensor with the same `signature`; skips the checks of the constructor."""
     copy = object.__new__(type(descriptor))
     copy.__dict__.update(descriptor.__dict__, base=to)
     return copy
 
 
 class Launch:
-    """Kernel bound to all its arguments but the leading tensors; ``constants`` and ``options`` go by name."""
+    """Kernel bound to all its arguments but the leading tensors; ``constants`` and ``options`` are passed by name."""
 
     def __init__(
         self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any], options: dict[str, Any]
@@ -62,18 +62,18 @@ class Launch:
         )  # fmt: skip
         order = [name for name in kernel.arg_names if name in constants]
         self.rest = (*numbers, *(constants[name] for name in order))
-        self.again: Callable[..., object] | None = None
+        self.relaunch: Callable[..., object] | None = None
 
     def __call__(self, *tensors: Any) -> None:
-        if self.again is not None:
-            self.again(*tensors, *self.rest)
+        if self.relaunch is not None:
+            self.relaunch(*tensors, *self.rest)
             return
         if _compiled is not None:
             named = {**self.constants, **self.options}
             _compiled.append(self.kernel.warmup(*tensors, *self.numbers, grid=self.grid, **named))
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        self.again = None if compiled is None else compiled[self.grid]  # None under the interpreter
+        self.relaunch = None if compiled is None else compiled[self.grid]  # None under the interpreter
 
 
 _compiled: list[Any] | None = None  # kernels collected by `compiling`
@@ -81,7 +81,7 @@ _compiled: list[Any] | None = None  # kernels collected by `compiling`
 
 @contextmanager
 def compiling() -> Iterator[list[Any]]:
-    """Within it, a first `Launch` compiles its kernel, appends it to the list and does not run; process-wide."""
+    """Context in which a first `Launch` only compiles its kernel and appends it to the list; process-wide."""
     global _compiled
     _compiled = []
     try:
@@ -91,29 +91,29 @@ def compiling() -> Iterator[list[Any]]:
 
 
 _launched: Bounded[tuple[Any, tuple[Any, ...]]] = Bounded()  # the compiled kernel, its constants in order
-# By id of a kernel, which lives as long as its module: which arguments Triton does not specialize on.
+# By id of a kernel, which lives as long as its module: arguments that Triton does not specialize on.
 _free: dict[int, tuple[bool, ...]] = {}
 
 
 def _key(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Hashable, ...]:
-    """Key of a launch in `_launched`: what Triton's choice of a compiled kernel depends on."""
+    """Key of a launch in `_launched`: everything that Triton's choice of a compiled kernel depends on."""
     name = id(kernel)
     free = _free.get(name)
     if free is None:
         free = _free[name] = tuple(param.do_not_specialize for param in kernel.params)
-    looks: list[Hashable] = [name, torch.cuda.current_device(), *constants.values(), *options.values()]
+    key: list[Hashable] = [name, torch.cuda.current_device(), *constants.values(), *options.values()]
     for arg, any_value in zip(args, free, strict=False):
         kind = type(arg)  # isinstance is slow for tensors
         if kind is int:
-            looks.append(arg > 0x7FFFFFFF if any_value else arg)
+            key.append(arg > 0x7FFFFFFF if any_value else arg)
         elif hasattr(arg, "block_shape"):
-            looks += (*arg.block_shape, arg.base.dtype)
+            key += (*arg.block_shape, arg.base.dtype)
         elif kind is not float:
-            looks.append(arg.data_ptr() % ALIGNMENT)
-            looks.append(arg.dtype)
-    return tuple(looks)
+            key.append(arg.data_ptr() % ALIGNMENT)
+            key.append(arg.dtype)
+    return tuple(key)
 
 
 def launch(
@@ -135,12 +135,12 @@ def launch(
 def launched(
     kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], **options: Any
 ) -> Callable[..., None] | None:
-    """Function that launches again what `launch` launched with arguments of this look; None if it did not.
+    """Function that repeats what `launch` launched with arguments of this form; None if there was no such launch.
 
-    It takes the arguments that are not constants, with addresses in place of tensors, which costs less.
+    It takes the arguments that are not constants, with addresses instead of tensors, which is faster.
     """
     known = None if not hasattr(kernel, "params") else _launched.get(_key(kernel, args, constants, options))
     if known is None:
         return None
-    again, in_order = known[0][grid], known[1]
-    return lambda *args: again(*args, *in_order)
+    relaunch, in_order = known[0][grid], known[1]
+    return lambda *args: relaunch(*args, *in_order)

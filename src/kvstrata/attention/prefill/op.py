@@ -1,4 +1,4 @@
-"""``prefill_attention``: many queries over keys as they come from the projections, writing nothing but the output.
+"""``prefill_attention``: many queries over keys as the projections output them; writes nothing but the output.
 
 The arguments are checked here and become a `PrefillJob`; every backend is a module with ``run(job) -> (out, lse)``.
 Under tracing the call is the operator ``kvstrata::prefill_attention``.
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 @functools.cache
 def _module(backend: str) -> ModuleType:
-    """Backend module, imported on first use: not every machine has what every backend needs."""
+    """Backend module, imported at first use: its dependencies may not be installed."""
     return import_module(f"{__package__}.{backend}")
 
 
@@ -69,7 +69,7 @@ def _choose(backend: str, job: PrefillJob) -> str:
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, axes: str) -> None:
-    """Raise unless q's heads are a multiple of k's; the error suggests a transpose where that would fit."""
+    """Raise unless q's heads are a multiple of k's; the error suggests a transpose if that would fit."""
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads and kv_heads and heads % kv_heads == 0:
         return
@@ -126,7 +126,7 @@ def _longest(given: int | None, cu: torch.Tensor) -> int:
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
-    """Check everything that shapes, strides, dtypes, devices and options decide; ValueError or TypeError."""
+    """Check everything that follows from shapes, strides, dtypes, devices and options; ValueError or TypeError."""
     cu_q, cu_k, sliding_window = options.cu_seqlens_q, options.cu_seqlens_k, options.sliding_window
     if (cu_q is None) != (cu_k is None):
         raise ValueError("cu_seqlens_k: expected to be given exactly when cu_seqlens_q is")
@@ -152,7 +152,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) 
 
 
 _passed: Bounded[Guard] = Bounded()  # by signature of a call that passed the checks
-_latest: tuple[tuple[object, ...], Guard] = ((), lambda *tensors: False)  # dense call: causal, scale, softcap
+_latest: tuple[tuple[object, ...], Guard] = ((), lambda *tensors: False)  # latest dense call: causal, scale, softcap
 
 
 def _check_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> None:
@@ -160,7 +160,7 @@ def _check_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Opti
     global _latest
     tensors = (options.cu_seqlens_q, options.cu_seqlens_k, options.sinks)
     scoring = (options.causal, options.scale, options.softcap)
-    ints = (options.sliding_window, options.max_seqlen_q, options.max_seqlen_k)  # True == 1, so their types count
+    ints = (options.sliding_window, options.max_seqlen_q, options.max_seqlen_k)  # keyed by type too, as True == 1
     try:
         key = (*signature((q, k, v, *tensors)), *scoring, *ints, *map(type, ints), torch.is_inference_mode_enabled())
         guard = _passed.get(key)
@@ -180,7 +180,7 @@ def run(job: PrefillJob, backend: str) -> Result:
 
 
 def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run | None:
-    """Launch for checked jobs that look like this one, on the current device and by this thread; None for others.
+    """Launch for checked jobs with the same signature, on the current device and by this thread; None for others.
 
     It takes a job, its output and the memory of its lse, or None.
     """
@@ -189,7 +189,7 @@ def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None) -> Run
 
 
 def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Check the memory that a caller gave for the output."""
+    """Check the memory that the caller passed for the output."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: expected a tensor, got {type(out).__name__}")
     if out.dtype != q.dtype:
@@ -206,9 +206,9 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...], known: bool = False,
     out: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """Check a call, unless it is ``known`` to look like a checked one, and run it.
+    """Check a call, unless it is ``known`` to have the signature of a checked one, and run it.
 
-    ``options``: the fields of `Options`, as a plain tuple, which a repeated call makes faster.
+    ``options``: the fields of `Options`, as a plain tuple, which is faster to build for a repeated call.
     """
     causal, scale, cu_q, cu_k, max_q, max_k, sliding_window, softcap, sinks, return_lse, backend = options
     if backend not in BACKENDS:
@@ -243,7 +243,7 @@ _library.define(f"prefill_attention_into(Tensor q, Tensor k, Tensor v, Tensor(a!
 
 
 def _operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator ``kvstrata::prefill_attention``; lse is empty where not asked for."""
+    """Operator ``kvstrata::prefill_attention``; lse is empty if not requested."""
     out, lse = _attend(q, k, v, Options(*options))
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -260,7 +260,7 @@ _library.impl("prefill_attention_into", _operator_into, "CompositeExplicitAutogr
 
 @torch.library.register_fake("kvstrata::prefill_attention", lib=_library)
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    options = Options(*given)._replace(max_seqlen_q=None, max_seqlen_k=None)  # may be symbols
+    options = Options(*given)._replace(max_seqlen_q=None, max_seqlen_k=None)  # may be symbolic
     _check(q, k, v, options)
     shape = q.shape[:-1] if options.return_lse else (0,)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
@@ -298,17 +298,17 @@ def prefill_attention(
     Args:
         q: ``[batch, seq, heads, dim]``, or ragged ``[tokens, heads, dim]`` with cu_seqlens; float16, bfloat16 or
             float32; dim 64, 96, 128 or 256; any strides, the last one 1.
-        k, v: same axes and dtype as q, with a sequence length of their own and KV heads that divide q's heads.
+        k, v: same axes and dtype as q, with their own sequence length and KV heads that divide q's heads.
         causal: query i of n is at position ``keys - n + i`` and sees no later key.
         scale: factor of the scores; None is ``dim ** -0.5``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[sequences + 1]``, contiguous: sequence n is rows ``cu[n] .. cu[n + 1]`` of
             q and of k. Rows outside every sequence may hold anything; out is undefined there.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; None reads them from the device.
-        sliding_window: number of positions a query sees, its own included; None is all. Needs ``causal``.
+        sliding_window: number of positions a query sees, including its own; None is all. Needs ``causal``.
         softcap: c replaces a score by ``c * tanh(score / c)``.
         sinks: ``[heads]``, attention-sink logit per head, added to the softmax denominator.
-        return_lse: also return the natural log-sum-exp of the scores, sinks included.
-        out: memory for the output in q's shape and dtype, apart from q, k and v; any strides, the last one 1. None
+        return_lse: also return the natural log-sum-exp of the scores, including sinks.
+        out: memory for the output in q's shape and dtype, disjoint from q, k and v; any strides, the last one 1. None
             allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
@@ -330,7 +330,7 @@ def prefill_attention(
         torch.Size([1, 100, 8, 64])
     """
     # Under torch.compile, fake tensors, subclasses and dispatch modes the call is the operator. Other calls skip the
-    # dispatcher, which costs the host less; a dense call that looks like the latest one skips the checks too.
+    # dispatcher, which saves host time; a dense call with the signature of the latest one skips the checks too.
     dense = cu_seqlens_q is cu_seqlens_k is sinks is None and max_seqlen_q is max_seqlen_k is sliding_window is None
     known = dense and not _is_compiling() and (latest := _latest)[0] == (causal, scale, softcap) and latest[1](q, k, v)
     dispatch = not known and (_is_compiling() or traced() or not type(q) is type(k) is type(v) is torch.Tensor)

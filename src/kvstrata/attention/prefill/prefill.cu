@@ -23,7 +23,7 @@ template <class T, int kRows, int kThreads>
 __device__ __forceinline__ void copy_rows(unsigned to, const char* from, unsigned stride, int first, int end,
                                           unsigned thread) {
   constexpr unsigned kChunks = T::Layout::kChunks, kAll = kRows * kChunks;
-  constexpr bool kWholeRows = kThreads % kChunks == 0;  // a thread stays in its column
+  constexpr bool kWholeRows = kThreads % kChunks == 0;  // a thread keeps its column
 #pragma unroll
   for (unsigned turn = 0; turn < kAll; turn += kThreads) {
     const unsigned row = kWholeRows ? thread / kChunks + turn / kChunks : (thread + turn) / kChunks;

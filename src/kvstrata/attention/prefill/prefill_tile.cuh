@@ -26,7 +26,7 @@ struct Params {
   unsigned* check;         // 4 counters of the checking build
   Strides q_by, k_by, v_by, out_by, lse_by;
   Divisor per_section, section, heads, group;  // items and heads of a section; `head` counts over all sequences
-  int unused;  // pairs of the numbers below are aligned with it, and loaded together
+  int unused;  // aligns the pairs of numbers below, which are loaded together
   int m_blocks, q_len, k_len, causal, window;  // window 0: none
   float scale_log2, softcap_log2;                     // in log2 units; softcap_log2 0: none
 };
@@ -65,7 +65,8 @@ __device__ __forceinline__ const char* at(const char* base, const Strides& by, i
   return base + batch * by.batch + head * by.head + static_cast<i64>(token) * by.token;
 }
 
-// Item of a block. Sections of query heads whose keys fit L2 together; within a section the last queries come first, as they see most keys.
+// Item of a block. Query heads are processed in sections whose keys fit L2; within a section the last queries come first, as they
+// see the most keys.
 template <class T>
 __device__ __forceinline__ Item item_of(const Params& p, int block) {
   const int section = p.per_section.of(block), in_section = p.per_section.rest(block, section);

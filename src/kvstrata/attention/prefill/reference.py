@@ -1,6 +1,6 @@
 """``prefill_attention`` in torch: float32, sequence by sequence, a block of queries at a time.
 
-The CPU path, and the reference of the kernels' tests.
+It is the CPU path and the reference for the kernels.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     gluon    gluon.py     block_m, block_n, stages, registers, pingpong      (sm_90)
     cuda     prefill.cu   block_m, block_n, stages, kv_warps, resident
 
-Triton and Gluon kernels are compiled ahead into Triton's own cache, with the arguments of a launch: no GPU is needed,
-and the first call finds them there. Their registers and shared memory are read from the machine code.
+Triton and Gluon kernels are compiled ahead of time into Triton's own cache, with the arguments of a launch: no GPU is
+needed, and the first call finds them there. Their registers and shared memory are read from the machine code.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def kernels(size: tuple[int, ...], causal: bool, choice: Choice) -> list[tuple[P
         return [(prefill_cuda.SOURCE, entry, 32 * tile.warps, tile.shared())]
     threads = 128 * (tile.block_m // 64 + 1) if tile.specialize else 32 * tile.warps
     _, heads, kv_heads, length, dim = size
-    alike = (1, heads, kv_heads, length if length % 128 else 1024, dim)  # the kernel is the same for whole blocks
+    alike = (1, heads, kv_heads, length if length % 128 else 1024, dim)  # same kernel for whole blocks
     return [(SOURCE, json.dumps([alike, causal, tile]), threads, 0)]
 
 
@@ -78,7 +78,7 @@ def usage(entry: str, arch: str) -> jit.Usage:
     driver, drivers._active = drivers._active, _Ahead(int(arch[3:]))
     try:
         built = _compile(tuple(size), causal, Config(*config))
-    except Exception as error:  # of many kinds, from the front end to ptxas
+    except Exception as error:  # many types, from the front end to ptxas
         raise jit.CompileError(f"{type(error).__name__}: {error}"[:2000]) from None
     finally:
         drivers._active = driver
@@ -87,7 +87,7 @@ def usage(entry: str, arch: str) -> jit.Usage:
 
 
 class _Ahead:
-    """Stand-in for the driver of an absent GPU: as much as Triton asks for before it compiles."""
+    """Stand-in for the driver of an absent GPU: everything that Triton queries before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -98,7 +98,7 @@ class _Ahead:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps kernels by device: do not mix them with a real one's
+        return self.capability  # part of Triton's cache key: do not mix these kernels with those of a real device
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Tile sizes of the three prefill kernels, and how a tuned table writes them.
+"""Tile sizes of the three prefill kernels, and their form in a tuned table.
 
 `Config` is for triton.py and gluon.py, `Tile` is a template argument of prefill.cu. A tuned table holds
 plain values instead (a `Choice`, whose names space.py lists): `of_choice` and `choice_of` translate, `invalid` checks.
@@ -17,12 +17,12 @@ class Config(NamedTuple):
 
     block_m: int  # queries per program; in gluon.py 64, 128 or 192
     block_n: int  # keys per step
-    warps: int  # of triton.py
+    warps: int  # warps of triton.py
     stages: int
     specialize: bool = False
-    pingpong: bool = False  # gluon.py: warpgroups issue their products in turns
-    order: int = 0  # of tiles, see triton.py
-    registers: int | None = None  # per thread, at most
+    pingpong: bool = False  # gluon.py: warpgroups alternate in issuing their products
+    order: int = 0  # order of tiles, see triton.py
+    registers: int | None = None  # maximum per thread
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tile:
     block_m: int = 64
     block_n: int = 64
     warps: int = 4
-    kv_warps: int = 1  # warps along the keys: they take turns at the tiles
+    kv_warps: int = 1  # warps along the keys: they alternate between tiles
     stages: int = 2
     resident: int = 3  # blocks per multiprocessor that the register limit allows for
 
@@ -50,8 +50,8 @@ class Tile:
         return query + self.kv_warps * self.stages * stage + (self.kv_warps - 1) * self.block_m * 8 + scores
 
 
-# Within 48 KB and 96 registers a thread at D 64; wider heads need more registers: the output of 16 queries alone takes
-# D / 2 of them, the queries D / 4.
+# Within 48 KB and 96 registers per thread at D 64; wider heads need more registers: the output of 16 queries alone
+# takes D / 2 of them, the queries D / 4.
 PORTABLE = {
     64: Tile(64, 64, 32, 4, 1, 2, 5),
     96: Tile(96, 64, 32, 4, 1, 2, 3),
@@ -76,7 +76,7 @@ WARPS = 64
 
 
 def of_choice(choice: Choice, dim: int) -> Config | Tile:
-    """Tile that a choice of a tuned table stands for, at this head size."""
+    """Tile that a choice of a tuned table represents, for this head size."""
     kernel, m, n, stages = (choice[name] for name in ("kernel", "block_m", "block_n", "stages"))
     if kernel == "cuda":
         return Tile(dim, m, n, m // 16 * choice["kv_warps"], choice["kv_warps"], stages, choice["resident"])
@@ -108,7 +108,7 @@ def invalid(choice: Choice, dim: int) -> str | None:
     if choice.get("registers") and block_m != 64:
         return "a limit of registers is for blocks of 64 queries"
     if choice.get("pingpong") and block_m == 64:
-        return "one warpgroup takes no turns"
+        return "a single warpgroup cannot alternate"
     tile = of_choice(choice, dim)
     if isinstance(tile, Tile):
         if tile.kv_warps > 1 and block_m > tile.stages * block_n:

@@ -1,14 +1,14 @@
-"""``prefill_attention`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``prefill_attention`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-A program owns BLOCK_M queries of one head. Their sums stay in registers while it walks over blocks of BLOCK_N keys with
-an online softmax in base 2; scores never reach memory. Blocks that every query of the program sees as a whole run
-without any mask:
+A program owns BLOCK_M queries of one head. Their sums stay in registers while it loops over blocks of BLOCK_N keys with
+an online softmax in base 2; scores never reach memory. Blocks that are fully visible to every query of the program run
+without a mask:
 
     keys ->   |  window's edge  |  seen by all  |  diagonal, end of the keys  |
                    masked            no mask               masked
 
-    ORDER     0: the tiles of a head side by side; 1: the longest tiles of all heads first; 2: as 1, every second
-              round of the multiprocessors backwards, so that a causal triangle weighs the same on each
+    ORDER     0: the tiles of a head are adjacent; 1: the longest tiles of all heads first; 2: as 1, with every second
+              round of the multiprocessors reversed, so that a causal triangle is balanced over them
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstrata.call_cache import Bounded
 
 from .configs import config_of, default_of, processors_of
 from .job import PrefillJob, Result, Run, lse_strides, strides_of
-from .launch import Launch, look
+from .launch import Launch, signature
 from .tiles import Config
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,7 +34,7 @@ LOWEST = tl.constexpr(-3e38)  # initial maximum: finite, so that a score of -inf
 @triton.jit
 def _rows(base, start, count, stride_row, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
           MASKED: tl.constexpr):  # fmt: skip
-    """``[BLOCK, WIDE]`` from row ``start`` on; zero past DIM and, where MASKED, past ``count``."""
+    """``[BLOCK, WIDE]`` from row ``start`` on; zero past DIM and, if MASKED, past ``count``."""
     offs, dim = tl.arange(0, BLOCK), tl.arange(0, WIDE)
     ptrs = base + start.to(tl.int64) * stride_row + offs[:, None] * stride_row + dim[None, :]
     if MASKED:
@@ -52,7 +52,7 @@ def _blocks(
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``low .. high`` to the sums; low is a multiple of BLOCK_N. ``factor`` takes a raw score to base 2."""
+    """Add keys ``low .. high`` to the sums; low is a multiple of BLOCK_N. ``factor`` converts a raw score to base 2."""
     for start in tl.range(low, high, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
         key = _rows(k, start, keys, stride_ks, BLOCK_N, DIM, WIDE, MASKED)
@@ -82,7 +82,7 @@ def _blocks(
 
 @triton.jit
 def _place(tile, sequences, blocks, processors, HEADS: tl.constexpr, CAUSAL: tl.constexpr, ORDER: tl.constexpr):
-    """Block, head and sequence of tile number ``tile``."""
+    """Block, head and sequence of tile ``tile``."""
     if ORDER == 2:
         line, place = tile // processors, tile % processors
         wide = tl.minimum(processors, sequences * HEADS * blocks - line * processors)
@@ -96,7 +96,7 @@ def _place(tile, sequences, blocks, processors, HEADS: tl.constexpr, CAUSAL: tl.
     return block, head, batch
 
 
-# Sizes take any value: specializing on them would compile a kernel for each kind. Strides keep their alignment.
+# Sizes are not specialized, since that would compile a kernel for each kind of value. Strides keep their alignment.
 @triton.jit(
     do_not_specialize=[
         "stride_lb", "stride_lh", "stride_ls", "sequences", "queries", "keys", "blocks", "processors", "window",
@@ -196,10 +196,10 @@ def run(job: PrefillJob, config: Config | None = None) -> Result:
 
 
 def prepare(job: PrefillJob, out: torch.Tensor, lse: torch.Tensor | None, config: Config | None = None) -> Run:
-    """Launch for jobs of this `look` on the current device; the job is not empty."""
+    """Launch for jobs with this `signature` on the current device; the job is not empty."""
     processors, hopper = processors_of(job.q.device)
     config = config or config_of(job, processors, hopper)
-    key = (config, *look(job))
+    key = (config, *signature(job))
     launch = _plans.get(key)
     if launch is None:
         launch = _plans[key] = _plan(job, config, out, lse, processors, hopper)
@@ -214,7 +214,7 @@ def has_gluon() -> bool:
 def _plan(
     job: PrefillJob, config: Config, out: torch.Tensor, lse: torch.Tensor | None, processors: int, hopper: bool
 ) -> Run:
-    """Launch for every job of this `look`."""
+    """Launch for every job with this `signature`."""
     if config.specialize:
         if has_gluon():
             from . import gluon as prefill_gluon

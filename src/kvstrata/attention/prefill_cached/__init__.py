@@ -1,1 +1,1 @@
-"""Prefill attention of a chunk of new tokens over everything its cache holds."""
+"""Prefill attention of a chunk of new tokens over all tokens of its cache."""

@@ -2,7 +2,7 @@
 
 Two things differ from dense prefill. A row is one query head of a KV head's group, so each warpgroup loads its own rows
 into shared memory. And any block may hold a token that some query must not see, or no token at all: `order_kernel`
-lists the blocks of a chunk, those that need a mask first, and only they pay for it.
+lists the blocks of a chunk, those that need a mask first, and only these are masked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def order_kernel(
 ):  # fmt: skip
     """Order the blocks of a (request, KV head), masked ones first.
 
-    ``block_counts``: how many are masked, how many in all. Without a token there is one block, which no query sees.
+    ``block_counts``: number of masked blocks, number of all blocks. Without tokens there is one block, which is hidden.
     """
     head_cache = tl.program_id(0).to(tl.int64)
     batch, kv_head = head_cache // KV_HEADS, head_cache % KV_HEADS
@@ -57,7 +57,7 @@ def order_kernel(
     for page in tl.static_range(EACH):
         latest = tl.maximum(latest, tl.load(bounds_ptr + (block * EACH + page) * 2 + 1, mask=live, other=0))
     before = length if BESIDE else length - new
-    hidden = live & (latest > before)  # from the request's first new token
+    hidden = live & (latest > before)  # position after the request's first new token
     masked = tl.sum(hidden.to(tl.int32), 0)
     place = tl.cumsum(hidden.to(tl.int32), 0) - 1
     place = tl.where(hidden, place, masked + block - place - 1)

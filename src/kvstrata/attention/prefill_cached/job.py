@@ -1,4 +1,4 @@
-"""`CachedJob`: one call of ``prefill_attention_cached``, checked; what every backend is given."""
+"""`CachedJob`: one checked call of ``prefill_attention_cached``, the input of every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstrata.store.paged_cache import PagedCache
 
 
 class CachedJob(NamedTuple):
-    """One call, checked. Exactly one of ``buckets`` and ``paged`` is given."""
+    """One checked call. Exactly one of ``buckets`` and ``paged`` is given."""
 
     q: torch.Tensor  # [T, Hq, D], the new tokens of all requests end to end, inner stride 1
     new: list[int]  # new tokens of each request
@@ -25,5 +25,5 @@ class CachedJob(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None  # float32 [Hq]
     return_lse: bool
-    k_new: torch.Tensor | None = None  # [T, Hkv, D], inner stride 1: the cache does not hold the new tokens
+    k_new: torch.Tensor | None = None  # [T, Hkv, D], inner stride 1; if given, the cache does not hold the new tokens
     v_new: torch.Tensor | None = None

@@ -1,7 +1,7 @@
-"""``prefill_attention_cached``: a chunk of new tokens of each request over everything its cache holds.
+"""``prefill_attention_cached``: a chunk of new tokens of each request over all tokens of its cache.
 
 Like `decode_attention`, for hundreds of queries at once: K and V of the new tokens are in the cache, in any tier, or
-beside it, as rows. Pages of all tiers are unpacked to rows a chunk of tokens at a time, never the cache as a whole.
+passed as rows. Pages of all tiers are unpacked to rows a chunk of tokens at a time, never the whole cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
         )
     if q.dim() == 4:
         if lengths is not None:
-            raise ValueError("lengths: expected None with q [requests, new tokens, heads, head_dim], got some")
+            raise ValueError("lengths: expected None with q [requests, new tokens, heads, head_dim], got a list")
         if q.shape[0] != rows:
             raise ValueError(f"q: expected {rows} rows, one per request, got {q.shape[0]}")
         return [q.shape[1]] * rows
@@ -50,7 +50,7 @@ def _new_tokens(q: torch.Tensor, lengths: Sequence[int] | None, rows: int, heads
 
 
 def _check_new_rows(q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None, kv_heads: int) -> None:
-    """Check rows of new tokens, which are given both or not at all; q is checked."""
+    """Check rows of new tokens, which are given both or not at all; q is already checked."""
     if (k_new is None) != (v_new is None):
         raise ValueError("v_new: expected to be given exactly when k_new is")
     shape = (*q.shape[:-2], kv_heads, q.shape[-1])
@@ -98,11 +98,11 @@ def prefill_attention_cached(
         k_new, v_new: ``[B, new, Hkv, D]``, or ``[T, Hkv, D]`` with ``lengths``: rows of the new tokens, which the cache
             does not hold; q's dtype, any strides, the last one 1. They are read as they are, not quantised.
         scale, sliding_window, softcap, sinks: as in `decode_attention`.
-        return_lse: also return the natural log-sum-exp of the scores, sinks included.
+        return_lse: also return the natural log-sum-exp of the scores, including sinks.
         backend: ``auto``, ``reference`` or ``triton``.
 
     Query i of n new ones is at position ``length - n + i`` (with k_new and v_new at ``length + i``) and sees no later
-    token. Besides the result, scratch for a chunk of unpacked tokens is allocated, never for the cache as a whole.
+    token. Besides the result, scratch memory for a chunk of unpacked tokens is allocated, never for the whole cache.
 
     Returns:
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[B, new, Hq]`` (with
@@ -113,7 +113,7 @@ def prefill_attention_cached(
         RuntimeError: the backend is not available; with k_new ``triton`` needs a head_dim of `prefill_attention`.
 
     No argument is mutated. Safe under CUDA-graph capture over a PagedCache on the ``triton`` backend, once
-    the same call has run outside it; a replay reads the lengths and blocks of that time. Do not capture it over a
+    the same call has run outside it; a replay reads the lengths and blocks at that time. Do not capture it over a
     TieredCache: a captured call is sized for a full cache and may need kernels that no earlier call has compiled.
 
     Example:
@@ -165,7 +165,7 @@ def _missing(backend: str, job: CachedJob) -> str | None:
     """Reason why ``backend`` cannot run this job, or None."""
     dim = job.q.shape[2]
     if backend == "triton" and job.k_new is not None and dim not in HEAD_DIMS:
-        return f"triton takes new rows beside a cache with a head_dim of {HEAD_DIMS}, got {dim}"
+        return f"triton supports new rows outside a cache with a head_dim of {HEAD_DIMS}, got {dim}"
     return missing(backend, job.q.device)
 
 

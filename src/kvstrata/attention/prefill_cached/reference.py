@@ -1,4 +1,4 @@
-"""``prefill_attention_cached`` in torch: decode's reference over blocks of queries, merged with new rows beside it."""
+"""``prefill_attention_cached`` in torch: decode's reference over blocks of queries, merged with new rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def run(job: CachedJob) -> Result:
     lse = torch.empty(job.q.shape[:2], dtype=torch.float32, device=job.q.device)
     source = job.paged.seq_lens if job.buckets is None else job.buckets.seq_lens  # type: ignore[union-attr]
     lengths = source.cpu()[job.requests].tolist()
-    beside, first = job.k_new is not None, 0
+    outside, first = job.k_new is not None, 0
     with torch.no_grad():
         for request, length, new in zip(job.requests, lengths, job.new, strict=True):
             rows = slice(first, first + new)
-            _over_cache(job, request, length if beside else length - new, rows, out, lse)
-            if beside and new:
+            _over_cache(job, request, length if outside else length - new, rows, out, lse)
+            if outside and new:
                 parts = (out[rows].float(), lse[rows]), _among_new(job, rows)
                 merged, lse[rows] = _merge(parts)
                 out[rows] = merged.to(out.dtype)
@@ -36,7 +36,7 @@ def run(job: CachedJob) -> Result:
 def _over_cache(job: CachedJob, request: int, before: int, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Attention of a request's queries, the first at position ``before``, each block as if the request ended with it.
 
-    Sinks are left to `_among_new` if there are new rows beside the cache.
+    If there are new rows outside the cache, sinks are left to `_among_new`.
     """
     sinks = job.sinks if job.k_new is None else None
     for begin in range(rows.start, rows.stop, QUERIES):

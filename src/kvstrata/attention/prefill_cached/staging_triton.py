@@ -1,10 +1,10 @@
 """Rows of a chunk of cached tokens, unpacked from pages of all tiers by `stage_kernel`; and the sums between chunks.
 
 Hundreds of queries read the same tokens, so a token is unpacked once, to the model's space, by whole pages: levels
-times a Hadamard matrix of +-1, which tensor cores do exactly, then scale and centre. The tokens of a (request, KV head)
-are numbered page by page, tier after tier; order does not matter, positions decide what a query sees. Slots of a page
-without a token get the position AFTER_ALL. The smallest and largest position of every page are kept, so that blocks
-which all queries see run without a mask.
+times a Hadamard matrix of +-1, which tensor cores compute exactly, then scale and centre. The tokens of a (request, KV
+head) are numbered page by page, tier by tier; the order does not matter, since positions determine what a query sees.
+Slots of a page without a token get the position AFTER_ALL. The smallest and largest position of every page are kept, so
+that blocks which all queries see run without a mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .job import CachedJob
 
 AFTER_ALL = tl.constexpr(0x7FFFFFFF)
 ALL = 1 << 30  # more slots than a chunk has
-# Strides that change with the sizes of a cache, for which nothing is compiled anew.
+# Strides that change with the sizes of a cache; kernels are not specialized on them.
 COUNTS = ("stride_length", "stride_count_r", "stride_count_h")
 TABLES = ("stride_table_r", "stride_table_h", "stride_table_t")
 
@@ -117,7 +117,7 @@ def stage_kernel(
     total = pages_of(count_ptr, length, TIERS, TOKENS)
     token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
     mask_d = (dim < DIM)[None, :]
-    number = first + place  # of the page; past the last one, the rest of the block is zeros
+    number = first + place  # page number; past the last one, the rest of the block is zeros
     row = head_cache * slots + place * TOKENS + token
     out = row[:, None] * DIM + dim[None, :]
     k_out, v_out = k_rows_ptr + out, v_rows_ptr + out
@@ -158,12 +158,12 @@ def stage_kernel(
         before = 0
         for tier in tl.static_range(TIERS):
             count = tl.load(count_ptr + tier)
-            index = number - before  # of the page in its tier
+            index = number - before  # index of the page in its tier
             before += tl.cdiv(count, TOKENS)
             if (index >= 0) & (number < before):
                 page = page_address(pointers_ptr, tl.load(pages_ptr + tier * stride_table_t + index), units)
                 live = index * TOKENS + token < count
-                tier_offsets = offsets_ptr + 4 * tier  # of V, the scales, the positions, the importance
+                tier_offsets = offsets_ptr + 4 * tier  # offsets of V, the scales, the positions, the importance
                 K_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier)) & 15
                 V_BITS: tl.constexpr = 0 if tier == 0 else (FORMATS >> (8 * tier + 4)) & 15
                 scale_ptr = (page + tl.load(tier_offsets + 1)).to(tl.pointer_type(tl.float16))
@@ -192,7 +192,7 @@ def _signs(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _source(job: CachedJob) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Tensors, numbers and constants that locate the tokens, as decode's kernel takes them."""
+    """Tensors, numbers and constants that locate the tokens, as for decode's kernel."""
     q = job.q.unsqueeze(0)
     sizes = (job.kv_heads, job.max_length, job.scale, None, None, None, False, False)
     decode_job = Job(q, job.buckets, job.paged, job.requests, *sizes)
@@ -223,7 +223,7 @@ class Staging(NamedTuple):
 def stage(job: CachedJob, block_n: int, max_bytes: int, keys_only: bool = False) -> Staging:
     """Allocate rows for chunks of up to ``max_bytes``, in blocks of ``block_n`` tokens; at least one block.
 
-    ``keys_only``: without V, and with zeros at AFTER_ALL in all slots of a chunk that have no token.
+    ``keys_only``: without V; slots of a chunk without a token hold zeros at position AFTER_ALL.
     """
     sides = 1 if keys_only else 2
     q, device, head_caches = job.q, job.q.device, len(job.requests) * job.kv_heads
@@ -273,7 +273,7 @@ def unpack(job: CachedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def key_chunks(job: CachedJob, max_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Unpack K in chunks of up to ``max_bytes``: rows ``[B, Hkv, n, D]`` and positions ``[B, Hkv, n]``.
 
-    Slots without a token are at AFTER_ALL. A chunk overwrites the one before it.
+    Slots without a token are at AFTER_ALL. A chunk overwrites the previous one.
     """
     staged = stage(job, 128, max_bytes, keys_only=True)
     shape = (len(job.requests), job.kv_heads)

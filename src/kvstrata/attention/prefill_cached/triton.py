@@ -1,10 +1,10 @@
-"""``prefill_attention_cached`` in Triton: unpack a chunk of the cache to rows, attend over it, and so on.
+"""``prefill_attention_cached`` in Triton: unpacks the cache to rows chunk by chunk, and attends to each chunk.
 
     pages of all tiers ──stage_kernel──▶ rows of a chunk ──chunk_kernel──▶ sums ──▶ next chunk .. ──▶ out
 
 A program of chunk_kernel owns query rows of one KV head: its query heads, query by query. Its sums stay in memory
-between chunks. staging_triton.py fills the rows; on Hopper gluon.py takes the place of chunk_kernel. New rows that are
-beside the cache are attended to first, by prefill_attention: sums start with its output and log-sum-exp.
+between chunks. staging_triton.py fills the rows; on Hopper gluon.py replaces chunk_kernel. New rows outside the cache
+are attended to first, with prefill_attention: sums start with its output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstrata.attention.prefill.triton import LN2, LOG2E, has_gluon
 from .job import CachedJob
 from .staging_triton import COUNTS, Staging, Sums, pages_of, stage
 
-STAGED = 72 << 20  # bytes of K and V rows in a chunk, at most; but one block of tokens of every (request, KV head)
+STAGED = 72 << 20  # maximum bytes of K and V rows in a chunk; at least one block per (request, KV head)
 
 
 @triton.jit(do_not_specialize=[*COUNTS, "first", "slots", "rows_of_all", "window", "is_first", "is_last"])
@@ -165,7 +165,7 @@ class Attend:
 
 
 def _blocks(job: CachedJob) -> tuple[int, int, bool]:
-    """BLOCK_M and BLOCK_N of chunk_kernel, and True if wide values leave it few registers."""
+    """BLOCK_M and BLOCK_N of chunk_kernel, and True if wide rows leave it few registers."""
     dim, hopper = job.q.shape[2], processors_of(job.q.device)[1]
     if job.q.device.type != "cuda":
         return 16, 64, False
@@ -189,7 +189,7 @@ def _among_new(job: CachedJob, out: torch.Tensor) -> torch.Tensor:
     assert job.v_new is not None
     rows: tuple[torch.Tensor, ...] = (job.q, job.k_new, job.v_new, out)
     options: dict[str, Any] = {}
-    if len(set(job.new)) == 1:  # by kernels that ragged rows cannot use
+    if len(set(job.new)) == 1:  # kernels that do not support ragged rows
         rows = tuple(x.unflatten(0, (len(job.new), job.new[0])) for x in rows)
     else:
         starts = on_device(tuple(accumulate(job.new, initial=0)), out.device)
@@ -205,7 +205,7 @@ def _among_new(job: CachedJob, out: torch.Tensor) -> torch.Tensor:
 
 
 def run(job: CachedJob) -> Result:
-    """Launch a checked job: two kernels per chunk, three on Hopper; one more for new rows beside the cache."""
+    """Launch a checked job: two kernels per chunk, three on Hopper; one more for new rows outside the cache."""
     q, device = job.q, job.q.device
     tokens, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=device)

@@ -1,1 +1,1 @@
-"""Changes of buckets: appends, plans of moves between tiers, and the kernels that carry them out."""
+"""Changes of buckets: appends, plans of moves between tiers, and the kernels that execute them."""

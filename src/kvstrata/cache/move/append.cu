@@ -1,11 +1,10 @@
-// New K and V rows into the plain pages of their (request, KV head): a warp copies one token of one head.
+// Writes new K and V rows into the plain pages of their (request, KV head): a warp copies one token of one head.
 //
 //   row i = (request, its j-th new token) --> slot = plain tokens before + j --> table[request, head, slot / P]
 //
-// Counts before come from the host, so no warp waits for another; the warp of a request's last row sets the count
-// after, and for head 0 the length. A decode step has a kernel of its own (append_one), and one for a step that is
-// captured, in which the host has set counts and lengths before (write_last). In is the dtype of rows whose K has a
-// balance, else void.
+// The counts before come from the host, so no warp waits for another; the warp of a request's last row sets the new count
+// and, for head 0, the length. Decode steps have a separate kernel (append_one), and captured steps, in which the host has
+// already updated counts and lengths, another one (write_last). In is the dtype of rows whose K has a balance, else void.
 #include "mma.cuh"
 #include "page.cuh"
 #include "vec.cuh"
@@ -19,11 +18,11 @@ struct Params {
   int* length;              // [requests, layers]
   const int* meta;          // [R, 8] request, position, first row, tokens, importance; [R, heads] counts; [T] index
   const float* importance;  // [T, heads] or null
-  const signed char* balance;  // [requests, layers, heads, D]: K of In is divided by 2 to the power; null for void
+  const signed char* balance;  // [requests, layers, heads, D]: K of In is divided by 2 to this power; null for void
   i64 k_token, k_head, v_token, v_head;  // strides in bytes
   int tokens, heads, given, layer, layers, tiers, max_pages, page_tokens, units;
   int v_offset, position_offset, importance_offset;
-  int reciprocal;  // not of append_rows: whether importance begins as 1 / length, else as 0
+  int reciprocal;  // not used by append_rows: 1 if importance begins as 1 / length, else as 0
 };
 
 __device__ __forceinline__ i64 head_cache_of(const Params& p, int request, int head) {
@@ -51,7 +50,7 @@ __device__ __forceinline__ void divide_run(Vec<kBytes>& run, const signed char* 
 template <class In> constexpr bool kBalanced = true;
 template <> constexpr bool kBalanced<void> = false;
 
-// One token of one head into its slot, by a warp.
+// A warp writes one token of one head to its slot.
 template <int kRow, int kWidth, class Position, bool kKeeps, class In>
 __device__ __forceinline__ void copy_token(const Params& p, int token, int head, i64 head_cache, int slot, int position,
                                            float importance) {
@@ -97,8 +96,8 @@ __global__ void __launch_bounds__(256) append_rows(const __grid_constant__ Param
   }
 }
 
-// A token for each request, a block for its heads: counts and lengths are those on the device, so that the host need
-// not tell anything but which requests (meta).
+// One token per request, one block for its heads: counts and lengths are read on the device, so the host only passes the
+// requests (meta).
 template <int kRow, int kWidth, class Position, bool kKeeps, class In = void>
 __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params p) {
   const int request = p.meta[blockIdx.x], warps = blockDim.x >> 5;
@@ -117,8 +116,8 @@ __global__ void __launch_bounds__(256) append_one(const __grid_constant__ Params
   if (threadIdx.x == 0) *length = position + 1;
 }
 
-// The last token of each request: counts and lengths have it already. Which requests, meta says when the kernel runs
-// (null: 0, 1, ..); a number that is none of the `given`, and a request without a token, have no row.
+// The last token of each request: counts and lengths already include it. meta holds the requests, read when the kernel runs
+// (null: 0, 1, ..); numbers that are not below `given`, and requests without a token, have no row.
 template <int kRow, int kWidth, class Position, bool kKeeps, class In = void>
 __global__ void __launch_bounds__(256) write_last(const __grid_constant__ Params p) {
   const int request = p.meta ? p.meta[blockIdx.x] : static_cast<int>(blockIdx.x), warps = blockDim.x >> 5;

@@ -1,10 +1,10 @@
-"""New rows into the plain bucket: the slots after the last token, for all heads in one launch.
+"""Appends new rows to the plain bucket: the slots after the last token, for all heads in one launch.
 
     k, v [T, H, D] ──▶ page table[request, head, 0, slot // P], row slot % P,  slot = count[request, head, 0] + j
 
-for row j of a request's new rows. Position and first importance are written to the page, too.
+for row j of a request's new rows. Position and initial importance are also written to the page.
 
-`write_rows` writes the last token of each request, whose count and length include it already (ops/step.py): it changes
+`write_rows` writes the last token of each request, whose count and length already include it (ops/step.py): it changes
 no count, and reads on the device which requests the rows belong to.
 """
 
@@ -52,7 +52,7 @@ def append_rows(job: Job, backend: str = "auto") -> None:
 
 
 def prepare_append(job: Job, backend: str = "auto") -> Callable[[], None]:
-    """A callable that writes the rows and allocates nothing."""
+    """Function that writes the rows without allocating."""
     backend = resolve(backend, job.buckets.device)
     if job.k.shape[0] == 0:
         return lambda: None

@@ -1,7 +1,7 @@
 """``append_rows`` and ``write_rows`` in CUDA C++: from arguments to one launch of ``append.cu``.
 
-The kernel also sets counts and lengths, so the host never waits. What it needs to know arrives in one small copy. A
-decode step, one token a request, needs nothing new: counts and lengths are read on the device.
+The kernel also sets counts and lengths, so the host never waits. Its metadata arrives in one small copy. A decode step,
+one token per request, uploads nothing: counts and lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = ("append_rows", "append_one", "write_last")
 WARPS = 8  # per block; a warp copies K and V of one token and head
 # struct Params: k, v, pointers, table, count, length, meta, importance, balance; strides in bytes; int32 sizes.
 PARAMS = struct.Struct("9Q 4q 13i4x")
-LAYER = struct.calcsize("9Q 4q 3i") // 4  # as one of the struct's int32
+LAYER = struct.calcsize("9Q 4q 3i") // 4  # index as one of the struct's int32 fields
 
 
 def width_of(k: torch.Tensor, v: torch.Tensor) -> int:
@@ -61,7 +61,7 @@ def kernels_needed(plain: PageFormat, balanced: bool) -> list[jit.Named]:
 
 
 def prepare_append(job: Job) -> Callable[[], None]:
-    """A prepared launch; calling it allocates nothing."""
+    """Prepared launch; calling it allocates nothing."""
     ones = (job.position + 1).astype(np.float32)
     reciprocal = bool(job.importance.any())
     one = job.by_token is None and bool((job.lengths == 1).all())
@@ -80,7 +80,7 @@ def write_rows(written: Written) -> None:
 
 
 class AppendOne:
-    """``append_one`` of the same requests again and again: a launch whose addresses and layer are written in place."""
+    """``append_one`` for the same requests repeatedly: a launch whose addresses and layer are updated in place."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class AppendOne:
         self._mask = width_of(k, v) - 1
 
     def fits(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """False for rows whose addresses need narrower accesses than those of the first."""
+        """False for rows whose addresses need narrower accesses than those of the first call."""
         return not (k.data_ptr() | v.data_ptr()) & self._mask
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor, stream: int | None = None) -> bool:
-        """Launch for rows with the shape and strides of the first, if they fit; on the current stream, if None."""
+        """Launch for rows with the shape and strides of the first, if they fit; on the current stream if None."""
         key, value = k.data_ptr(), v.data_ptr()
         if (key | value) & self._mask:
             return False
@@ -128,7 +128,7 @@ def _prepare(
     given: int,
     reciprocal: bool,
 ) -> Launches:
-    """A launch that keeps the tensors it reads alive."""
+    """Launch that keeps the tensors it reads alive."""
     kind, pool, size, device = buckets.page_formats[0], buckets.pool, k.element_size(), k.get_device()
     tokens, heads, dim = k.shape
     _, layers, _, tiers, max_pages = buckets.page_table.shape

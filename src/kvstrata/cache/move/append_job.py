@@ -1,4 +1,4 @@
-"""Arguments of ``append_rows`` and ``write_rows``: what every backend is given."""
+"""Arguments of ``append_rows`` and ``write_rows``, common to all backends."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Job:
     importance: np.ndarray  # float32 [R], for all new tokens of a request
     by_token: torch.Tensor | None  # float32 [T, H] contiguous, replaces `importance`
     device_length: torch.Tensor  # int32 [requests, layers]
-    balance: torch.Tensor | None = None  # int8 [requests, layers, H, D]: K is divided by 2 to the power
+    balance: torch.Tensor | None = None  # int8 exponents [requests, layers, H, D]: K is divided by 2 ** balance
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """For every row: index of its request, and its number among that request's new rows."""
+        """For every row: index of its request, and its index among that request's new rows."""
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.cumsum(self.lengths) - self.lengths
         return index, np.arange(len(index)) - first[index]

@@ -1,4 +1,4 @@
-"""`write_rows` on the CPU in a compiled loop: a decode step writes few bytes, and torch would take ten operations."""
+"""`write_rows` on the CPU in a compiled loop: a decode step writes few bytes, and torch would need ten operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_rows(written: Written) -> None:
 
 
 def places(buckets: Buckets, layer: int, lengths: torch.Tensor, balance: torch.Tensor | None) -> tuple[Any, ...]:
-    """The pool as 4 bytes, 2 bytes and importance; and tables of all layers, which are in C order for any layer."""
+    """The pool as 4-byte, 2-byte and importance views; and tables of all layers, which are in C order."""
     space = buckets.pool.space
     assert space is not None, "the loops need a pool on the CPU"
     return (
@@ -39,7 +39,7 @@ def places(buckets: Buckets, layer: int, lengths: torch.Tensor, balance: torch.T
 
 
 def offsets(buckets: Buckets) -> tuple[int, int, int, bool, int]:
-    """Tokens of a page, and where V, positions and importance of plain pages begin, -1 for none."""
+    """Tokens of a page, and the offsets of V, positions and importance in plain pages, -1 for none."""
     page = buckets.page_formats[0]
     wide = page.position_dtype == torch.int32
     return buckets.page_tokens, page.v_offset, page.position_offset, wide, page.importance_offset
@@ -50,7 +50,7 @@ def write(
     words, halves, importance, layer, table, count, length, balance, page_tokens, v_offset, position_offset, wide,
     importance_offset, kind, reciprocal, k, v, clamp, requests,
 ):  # fmt: skip
-    """Float32 rows ``[n, heads, D]`` to the last slots of their requests; one compilation serves every dtype."""
+    """Write float32 rows ``[n, heads, D]`` to the last slots of their requests; one compilation serves every dtype."""
     heads, dim = k.shape[1:]
     bits_k, bits_v = np.empty(dim, np.uint32), np.empty(dim, np.uint32)
     for i in range(len(k)):
@@ -88,7 +88,7 @@ def write(
 
 @compiled
 def round_row(values, kind, clamp, out):
-    """float32 numbers as bits of a kind in uint32, rounded to nearest even; ``clamp``: fp16 stays finite."""
+    """Convert float32 values to bits of ``kind`` in uint32, rounded to nearest even; ``clamp``: fp16 stays finite."""
     bits = values.view(np.uint32)
     for d in range(len(values)):
         if kind == FLOAT32:
@@ -118,7 +118,7 @@ def _half(value, bits):
 
 @compiled
 def _scale(row, exponents, kind):
-    """Divide numbers, given as bits, by ``2 ** exponents``, rounded as torch does; infinities and NaN stay."""
+    """Divide values, given as bits, by ``2 ** exponents``, rounded as in torch; infinities and NaN stay."""
     number, factor = np.empty(1, np.uint32), np.empty(1, np.uint32)
     value, times = number.view(np.float32), factor.view(np.float32)
     for d in range(len(row)):

@@ -13,12 +13,12 @@ from kvstrata.quant.calibration import factors
 
 from .append_job import Job, Written
 
-FEW_ROWS = 32  # up to so many, one memmove each is faster than an indexed write
-ALIGNMENT = 32  # bytes: every row of a plain page begins at a multiple
+FEW_ROWS = 32  # up to this many rows, one memmove each is faster than an indexed write
+ALIGNMENT = 32  # bytes: every row of a plain page begins at a multiple of this
 
 
 def prepare_append(job: Job) -> Callable[[], None]:
-    """A callable that writes the rows and allocates nothing."""
+    """Function that writes the rows without allocating."""
     buckets, layer, kind = job.buckets, job.layer, job.buckets.page_formats[0]
     space, p = buckets.pool.space, buckets.page_tokens
     assert space is not None, "the reference needs a pool on the CPU"

@@ -1,4 +1,4 @@
-"""``append_rows`` and ``write_rows`` in Triton: the portable GPU path, and in CI the one that the interpreter runs."""
+"""``append_rows`` and ``write_rows`` in Triton: the portable GPU path, run by the interpreter in CI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def copy_token(
     DIM: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, V_OFFSET: tl.constexpr,
     POSITION_OFFSET: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE_OFFSET: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One token of one head into its slot; DTYPE: of K where it is divided by a balance, else ""."""
+    """Write one token of one head to its slot; DTYPE: dtype of K if it is divided by a balance, else ""."""
     page = page_address(pointers_ptr, tl.load(pages_ptr + slot // PAGE), units)
     row = slot % PAGE
     offs = tl.arange(0, WIDE)

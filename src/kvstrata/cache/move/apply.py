@@ -1,8 +1,9 @@
-"""Changes of buckets: append plain rows, or bring tokens to other tiers.
+"""Changes buckets: appends plain rows, or moves tokens to other tiers.
 
-    tokens and targets ──▶ moves (moves.py; CUDA: moves_cuda.py) ──▶ pages taken ──▶ launches when the transaction ends
+    tokens and targets ──▶ moves (moves.py; CUDA: moves_cuda.py) ──▶ allocate pages ──▶ launches when the transaction
+    ends
 
-Every change but an append is one call of `move`: a flat list of tokens, new ones among them, and the tier each goes to.
+Every change but an append is one call of `move`: a flat list of tokens, including new ones, and the tier each goes to.
 It is part of a `Transaction`: pages are allocated first, tokens move when nothing can fail any more, and old pages are
 released after that. A page with other owners is copied before it is written.
 """
@@ -75,7 +76,7 @@ def move(
     fresh: NewRows | None,
     centre: torch.Tensor,
 ) -> None:
-    """Bring every token to its target tier, or evict it (`DROP`), when the transaction completes; see `prepare`."""
+    """Move every token to its target tier, or evict it (`DROP`), when the transaction completes; see `prepare`."""
     prepared = prepare(buckets, change, layers, requests, tokens, target, fresh, centre)
     if prepared is not None:
         change.launch(prepared.run)
@@ -148,7 +149,7 @@ def prepare_counted(
     numbers: np.ndarray,
     centre: torch.Tensor,
 ) -> CountedMoves | None:
-    """Pages and launches for moves that are counted; None if there are none. ``numbers``: of `Moves.to_host`."""
+    """Pages and launches for counted moves; None if there are none. ``numbers``: from `Moves.to_host`."""
     if not numbers[:2].any():
         return None
     if buckets.device.type == "cpu":
@@ -171,7 +172,7 @@ def prepare_counted(
 
 
 def pack(buckets: Buckets, plan: moves.Moves, tokens: Tokens, offsets: torch.Tensor) -> torch.Tensor:
-    """Moves as kernels read them, int32 ``[n, columns]``; the destination page is filled in when it is allocated.
+    """Moves in the form that kernels read, int32 ``[n, columns]``; the destination page is set when it is allocated.
 
     ``offsets``: `Buckets.table_offsets` of the places.
     """

@@ -1,13 +1,13 @@
-// From targets to moves, a block per head cache: tokens that leave, fill a hole or arrive, and their slots; as moves.py.
+// Computes moves from targets, one block per head cache: tokens that leave, fill a hole or arrive, and their slots; as moves.py.
 //
 //   find    the first token of each bucket in the list
-//   count   three numbers a bucket, after which the host allocates pages
-//   clear   new plain pages, whose slots past the end are read with a weight of 0
-//   enter   new pages into the page table
-//   place   the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
-//   leave   when the moves are made: old pages out of the page table, and the new counts
+//   count   three numbers per bucket, after which the host allocates pages
+//   clear   zeroes new plain pages, whose slots past the end are read with a weight of 0
+//   enter   adds new pages to the page table
+//   place   computes the moves, at offsets from the host: the i-th filler takes the i-th hole, arrivals follow the kept tokens
+//   leave   after the moves: removes old pages from the page table, and sets the new counts
 //
-// A warp takes a run of a tier's tokens, 128 at a time. Ballots say which of them leave, fill or come to a tier; lane c
+// A warp processes a run of a tier's tokens, 128 at a time. Ballots show which of them leave, fill or arrive in a tier; lane c
 // counts the tokens of class c so far. A first pass over the targets gives the sums at which each warp begins.
 #include "coded.cuh"
 
@@ -26,16 +26,16 @@ struct Params {
   const float* importance;
   const i64* order;      // [new] new tokens, by head cache
   const i64* new_first;  // [head_caches + 1] of order
-  const int* fresh;      // [4, places] in place of both: new tokens, which follow a head cache's others; first row,
+  const int* fresh;      // [4, places] instead of both: new tokens, which follow the others of a head cache; first row,
                          // first position, importance unless `mass` has it
   const float* mass;     // [rows, heads]
   i64* starts;           // [buckets] the first token
   int* numbers;          // [3, buckets]: left, came, holes
   const int* first;      // [3, buckets]: first filler, first arrival; of whole pages: number less index in the bucket
-  const int* places;     // [places] of (request, layer) in the tables; negative: not moved
+  const int* places;     // [places] index of (request, layer) in the tables; negative: not moved
   int* count;            // [places of all, heads, tiers] tokens
   int* table;            // [places of all, heads, tiers, max_pages] handles of pages
-  const i64* entries;    // [entered + left, 2] index in the table, handle: pages that come, then pages that go;
+  const i64* entries;    // [entered + left, 2] index in the table, handle: pages that are added, then pages that are removed;
                          // then the handles of new plain pages
   const i64* pointers;  // [slabs]
   const char* k;        // new rows
@@ -43,7 +43,7 @@ struct Params {
   int4* copies;  // fillers: handle and slot, from and to
   int* packed;   // arrivals [n, 12], columns as in moves.COLUMNS
   i64* k_at;     // [whole pages, page_tokens] addresses of rows, or codes (coded.cuh)
-  i64* v_at;     // the same for V; null without new rows, since V is as far from K in every page
+  i64* v_at;     // same for V; null without new rows, since V is at a constant offset from K in every page
   int2* sides;   // [whole pages, page_tokens] position and importance
   i64* pages;    // [whole pages] addresses in units
   int2* owners;  // [whole pages] handle and tier
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256) find(const __grid_constant__ Params p) {
   if (i < p.n && p.slot[i] == 0 && p.tier[i] >= 0) p.starts[p.head_cache[i] * p.tiers + p.tier[i]] = i;
 }
 
-// Tokens of a bucket, as the table of counts has it.
+// Tokens of a bucket, from the table of counts.
 __device__ __forceinline__ int* count_of(const Params& p, int head_cache) {
   return p.count + (static_cast<i64>(p.places[head_cache / p.heads]) * p.heads + head_cache % p.heads) * p.tiers;
 }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Params p) {
     }
   }
   __syncthreads();
-  for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, whoever stays fills a hole before it
+  for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, tokens that stay fill holes before it
     const Run run(p, head_cache, tier);
     int fillers = 0;
     for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += 256) fillers += run[i] == run.stay;
@@ -176,7 +176,7 @@ __device__ __forceinline__ int2 side_of(const Params& p, const char* page, int t
   return make_int2(position, kKeeps ? reinterpret_cast<const int*>(page + offsets.importance_offset)[row] : 0);
 }
 
-// How the tokens of one step of a warp are classed: lane c of the result is how many are of class c.
+// Classes of the tokens of one step of a warp: lane c of the result is the number of tokens of class c.
 template <class F>
 __device__ __forceinline__ int classes(int target, bool arrives, bool hole, bool filler, F each) {
   const int lane = threadIdx.x & 31;
@@ -194,7 +194,7 @@ __device__ __forceinline__ int classes(int target, bool arrives, bool hole, bool
   return number;
 }
 
-// A warp through its tokens from .. to - 1 of a run; holes are before `end`, which is -1 for new ones, and fillers after.
+// Processes tokens from .. to - 1 of a run; holes are before `end`, which is -1 for new ones, and fillers after.
 template <class F>
 __device__ __forceinline__ void each_step(const Run& run, int from, int to, int end, F use) {
   const int lane = threadIdx.x & 31;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     const int t = threadIdx.x;
     const int* numbers = p.numbers + first_bucket + t;
     kept[t] = count_of(p, head_cache)[t] - numbers[0];
-    edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // in plain pages nothing is whole
+    edge[t] = t ? (kept[t] + size - 1) / size * size : 0x7fffffff;  // plain pages are never written whole
     came_before[t] = 0;
   }
   __syncthreads();
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(256, 4) place(const __grid_constant__ Params p
     const bool is_new = tier == p.tiers;
     const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
     const int from = warp * share, to = min(run.n, from + share);
-    __syncthreads();  // of what the tier before has left in shared memory
+    __syncthreads();  // until the previous tier's data in shared memory has been read
     const int end = is_new ? -1 : kept[tier];
 
     int seen = 0;

@@ -1,15 +1,15 @@
-"""From targets to moves: which token goes from which slot to which, as vector operations on the device of the tokens.
+"""Turns targets into moves: which token goes from which slot to which, as vector operations on the tokens' device.
 
 A token that leaves a bucket makes a hole; the tokens past the bucket's new end fill the holes, the i-th the i-th, and
-arrivals follow after them. A bucket is one tier of a head cache, ``head_cache * tiers + tier``. To allocate and
-release pages the host needs three numbers a bucket (`Change.to_host`), however many tokens there are.
+arrivals follow them. A bucket is one tier of a head cache, ``head_cache * tiers + tier``. To allocate and release pages
+the host needs three numbers per bucket (`Change.to_host`), however many tokens there are.
 
-A move may write where another one reads. Such moves form chains: each writes where the one before it has read, the
-first where nobody reads. There are no cycles, since a move leads to a later tier or, in its tier, to an earlier slot;
-and no forks, since a slot has one token before and one after. Working through each chain in order, and through
-different chains in any order, has the result of making all reads first.
+A move may write where another one reads. Such moves form chains: each writes where the previous one has read, the
+first where no move reads. There are no cycles, since a move goes to a later tier or, within its tier, to an earlier
+slot; and no branches, since a slot has one token before and one after. Processing each chain in order, and different
+chains in any order, has the same result as making all reads first.
 
-This is the reference, and the path of the CPU and of Triton; CUDA C++ makes the same moves in moves.cu, by phases.
+This is the reference, and the path of the CPU and of Triton; CUDA C++ computes the same moves in moves.cu, by phases.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from kvstrata.cache.storage.tokens import DROP, Tokens
 
 # Columns of packed moves (apply.pack): source, destination, row of the centres, next move of the chain, whether it is
-# the first of a chain, position and importance. A source tier of -1 is a new row, its slot the number of the row.
+# the first of a chain, position and importance. A source tier of -1 is a new row, whose slot is the row's index.
 COLUMNS = ("source", "source_slot", "source_tier", "to", "slot", "tier", "centre", "after", "head", "position",
            "importance", "unused")  # fmt: skip
 
 
 def _add(buckets: int, index: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Number of chosen tokens in each bucket; never waits for the device."""
+    """Number of chosen tokens in each bucket; does not synchronise."""
     index = torch.where(chosen, index, buckets)
     return torch.zeros(buckets + 1, dtype=torch.int64, device=index.device).index_add_(0, index, chosen.long())[:-1]
 
 
 def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
-    """The indices of the ``n`` chosen, ascending; never waits for the device."""
+    """Indices of the ``n`` chosen, ascending; does not synchronise."""
     if chosen.device.type == "cpu":
         return chosen.nonzero().flatten()
     place = torch.where(chosen, chosen.cumsum(0) - 1, n)
@@ -44,14 +44,14 @@ def pick(chosen: torch.Tensor, n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Change:
-    """Per bucket ``[buckets]``, int64: tokens before, that leave, that come, and holes that are filled."""
+    """Per bucket ``[buckets]``, int64: tokens before, tokens that leave, tokens that arrive, holes that are filled."""
 
     tiers: int
     before: torch.Tensor
     left: torch.Tensor
     came: torch.Tensor
     holes: torch.Tensor
-    is_hole: torch.Tensor = field(repr=False)  # [n], of the tokens
+    is_hole: torch.Tensor = field(repr=False)  # [n], per token
     is_filler: torch.Tensor = field(repr=False)
     arrives: torch.Tensor = field(repr=False)
 
@@ -64,13 +64,13 @@ class Change:
         return self.kept + self.came
 
     def to_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``left, came, holes``: the one time that the host waits for the device."""
+        """``left, came, holes`` on the host: the only synchronisation with the device."""
         left, came, holes = torch.stack([self.left, self.came, self.holes]).cpu().numpy()
         return left, came, holes
 
 
 def change(tokens: Tokens, target: torch.Tensor, before: torch.Tensor, tiers: int) -> Change:
-    """Tokens that leave and enter each bucket under these targets (`DROP` evicts); ``before`` are the counts now."""
+    """Tokens that leave and enter each bucket with these targets (`DROP` evicts); ``before`` are the current counts."""
     stored = tokens.tier >= 0
     bucket = torch.where(stored, tokens.head_cache * tiers + tokens.tier, 0)
     moves = tokens.tier != target
@@ -87,22 +87,22 @@ def change(tokens: Tokens, target: torch.Tensor, before: torch.Tensor, tiers: in
 
 @dataclass(frozen=True)
 class Moves:
-    """``n`` moves, arrivals by bucket and slot, then fillers; int64 unless said."""
+    """``n`` moves, arrivals by bucket and slot, then fillers; int64 unless noted."""
 
     token: torch.Tensor  # flat index of the token
-    bucket: torch.Tensor  # destination
-    slot: torch.Tensor  # and the slot there, counted in the bucket
-    after: torch.Tensor  # the move that writes where this one has read, or -1
-    head: torch.Tensor  # bool: this one writes where nobody reads
+    bucket: torch.Tensor  # destination bucket
+    slot: torch.Tensor  # slot in the destination bucket
+    after: torch.Tensor  # the move that writes where this one reads, or -1
+    head: torch.Tensor  # bool: this move writes where none reads
 
     def __len__(self) -> int:
         return len(self.token)
 
 
 def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fillers: int) -> Moves:
-    """The moves of a change, given how many there are.
+    """The moves of a change, given their number.
 
-    The stored tokens of a bucket must stand one after the other, by slot, all of them.
+    The stored tokens of a bucket must be contiguous, by slot, and complete.
     """
     tiers, device = change.tiers, tokens.head_cache.device
     coming = pick(change.arrives, arrivals)
@@ -116,7 +116,7 @@ def plan(change: Change, tokens: Tokens, target: torch.Tensor, arrivals: int, fi
     bucket = torch.cat([bucket, tokens.head_cache[filler] * tiers + tokens.tier[filler]])
     slot = torch.cat([slot, tokens.slot[hole]])
 
-    # The token that was in the destination slot, if that one moves too.
+    # The token in the destination slot, if that one moves too.
     n, buckets = len(tokens), len(change.before)
     stored = torch.where(tokens.tier >= 0, tokens.head_cache * tiers + tokens.tier, buckets)
     every = torch.arange(n, device=device)

@@ -1,12 +1,12 @@
-"""The plan of moves.py made by ``moves.cu``: a block per head cache, and one wait between counting and placing.
+"""The plan of moves.py computed by ``moves.cu``: a block per head cache, and one wait between counting and placing.
 
-    targets ──count──▶ three numbers a bucket ──▶ the host allocates pages ──enter──▶ page table ──place──▶ lists
+    targets ──count──▶ three numbers per bucket ──▶ host allocates pages ──enter──▶ page table ──place──▶ lists
                                                        lists ──phases.py──▶ tokens moved ──leave──▶ page table, counts
 
 Moves are lists by phase, not chains. A phase is the fillers of a tier, or its arrivals; phases go from the last tier to
-the first, fillers first. Then no move writes where a later one reads: the holes of a tier are those of tokens that went
-on to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free for arrivals
-are written whole.
+the first, fillers before arrivals. Then no move writes where a later one reads: the holes of a tier belong to tokens
+that already moved to later tiers, and arrivals take slots of these or of its fillers. Pages in which all slots are free
+for arrivals are written as whole pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POINTERS = (
     "sides", "pages", "owners", "head_caches",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 11i {2 * MAX_TIERS}i 4x")
-OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
+OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # offsets of the pointers in the struct
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -53,23 +53,23 @@ def kernels_needed(plain: PageFormat) -> list[jit.Named]:
 
 @dataclass(frozen=True)
 class Lists:
-    """Moves by phase, filled when the launch of ``place`` ran; see moves.cu."""
+    """Moves by phase, filled by the launch of ``place``; see moves.cu."""
 
     copies: torch.Tensor  # int32 [n, 4], fillers
-    packed: torch.Tensor  # int32 [n, 12], arrivals that are not whole
+    packed: torch.Tensor  # int32 [n, 12], arrivals that are not in whole pages
     ranges: np.ndarray  # [3, tiers, 2]: first and end of fillers in `copies`, arrivals in `packed`, whole pages
-    k_at: torch.Tensor  # int64 [pages, page_tokens], of rows or codes, -1 for an empty slot
+    k_at: torch.Tensor  # int64 [pages, page_tokens], addresses of rows or codes, -1 for an empty slot
     v_at: torch.Tensor | None
     sides: torch.Tensor  # int32 [pages, page_tokens, 2]
-    pages: torch.Tensor  # int64 [pages], addresses in units, of pages that are written whole
+    pages: torch.Tensor  # int64 [pages], addresses in units, of whole pages
     owners: torch.Tensor  # int32 [pages, 2], their handles and tiers
     head_caches: torch.Tensor  # int32 [pages]
-    of_rows: list[bytearray] = field(default_factory=list)  # parameters of repack.cu, which name new rows
+    of_rows: list[bytearray] = field(default_factory=list)  # parameters of repack.cu that contain addresses of new rows
 
 
 @dataclass
 class Moves:
-    """Moves of all tokens of places, each a (request, layer); launches the count at once."""
+    """Moves of all tokens of places, each a (request, layer); launches the counting kernels immediately."""
 
     buckets: Buckets
     places: np.ndarray  # request * layers + layer
@@ -77,19 +77,19 @@ class Moves:
     lease: Lease
     tokens: Tokens | None = None  # all tokens; None: the planner's order, in which buckets begin at `starts`
     starts: torch.Tensor | None = None  # int64 [buckets]
-    fresh: Fresh | None = None  # new tokens, beside `starts`
+    fresh: Fresh | None = None  # new tokens, if `starts` is given
     rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # k and v of new tokens
-    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers that are already uploaded
+    addresses: dict[str, int] = field(default_factory=dict)  # of places, fresh and numbers, if uploaded
     memory: torch.Tensor | None = None  # owner of `addresses`, kept until the deferred launches ran
-    counts: bool = True  # False if the numbers are there, too
-    params: bytearray = field(default_factory=bytearray, repr=False)  # of all launches that `place` returns
-    packed: np.ndarray = field(init=False, repr=False)  # int32: entries, new plain pages, and what else they read
+    counts: bool = True  # False if the numbers are already on the device
+    params: bytearray = field(default_factory=bytearray, repr=False)  # parameters of all launches that `place` returns
+    packed: np.ndarray = field(init=False, repr=False)  # int32: entries, new plain pages, other inputs
     uploaded: torch.Tensor = field(init=False, repr=False)  # `packed` on the device
-    counting: Launches | None = field(default=None, repr=False)  # to count again
+    counting: Launches | None = field(default=None, repr=False)  # launches that count again
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Launch the kernels that count."""
+        """Launch the counting kernels."""
         buckets, pool, tensors = self.buckets, self.buckets.pool, self._tensors
         self.n_buckets = len(self.places) * buckets.kv_heads * len(buckets.page_formats)
         tensors |= {"target": self.target, "pointers": pool.pointers}
@@ -133,16 +133,16 @@ class Moves:
         return self._tensors["numbers"].cpu().numpy().reshape(3, -1).astype(np.int64)
 
     def copy_tables(self) -> None:
-        """Let the kernels work on copies: host and device share the tables where kernels run on the CPU."""
+        """Let the kernels work on copies, since host and device share the tables if kernels run on the CPU."""
         self._tensors |= {"count": self.buckets.count.clone(), "table": self.buckets.page_table.clone()}
 
     def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies that `copy_tables` made, each with what it is a copy of."""
+        """The copies that `copy_tables` made, each with its original."""
         tables = {"count": self.buckets.count, "table": self.buckets.page_table}
         return [(self._tensors[name], x) for name, x in tables.items() if self._tensors[name] is not x]
 
     def leave_out(self, without: np.ndarray) -> None:
-        """Places that stay as they are; their ``numbers`` given to `place` must be 0."""
+        """Leave out places, which stay as they are; their ``numbers`` passed to `place` must be 0."""
         self._tensors["places"] = self.buckets.pool.to_device(np.where(without, -1, self.places).astype(np.int32))
 
     def place(self, numbers: np.ndarray, exchanged: Exchanged) -> tuple[Lists, list[jit.Launch], list[jit.Launch]]:
@@ -154,7 +154,7 @@ class Moves:
         tiers, p = len(buckets.page_formats), buckets.page_tokens
         left, came, holes = numbers
         kept, coded = exchanged.before - left, np.tile(np.arange(tiers) > 0, self.n_buckets // tiers)
-        # Pages of codes past the kept tokens are whole; tokens that come into the page where these end are not.
+        # Pages of codes past the kept tokens are whole; the page in which the kept tokens end is not.
         begun = -(-kept // p)
         pages = np.where(coded, np.maximum(-(-(kept + came) // p) - begun, 0), 0)
         rest = np.where(coded, np.minimum(came, -kept % p), came)
@@ -165,7 +165,7 @@ class Moves:
         first = (ends - by_tier).reshape(3, tiers, -1).swapaxes(1, 2).reshape(3, -1)
         ranges[:, :, 1] = ends.reshape(3, tiers, -1)[:, :, -1]
         ranges[:, 1:, 0] = ranges[:, :-1, 1]
-        first[2] -= begun  # pages are asked for by their index in the bucket
+        first[2] -= begun  # pages are indexed within the bucket
         n_holes, n_rest, n_pages = (int(n) for n in ranges[:, -1, 1])
         entries, plain = np.concatenate([exchanged.entered, exchanged.left]), exchanged.added[0]
         arrays = [entries, plain, first.astype(np.int32)]

@@ -1,7 +1,7 @@
-// Parts of a move that repack.cu and quantize.cu leave: tokens from slot to slot of a tier, as plain rows or as codes, and
-// the positions and importance of tokens whose codes were written as whole pages.
+// The parts of a move that repack.cu and quantize.cu do not handle: copies tokens from slot to slot of a tier, as plain rows or
+// as codes, and writes positions and importance of tokens whose codes were written as whole pages.
 //
-// Each lane looks up one of 32 tokens and copies its position and importance; then the warp goes through the tokens, with
+// Each lane looks up one of 32 tokens and copies its position and importance; then the warp processes the tokens, with
 // the words of several in flight. Fillers come from past the end of the bucket and go before it, so no move writes what
 // another reads.
 #include "planes.cuh"
@@ -12,8 +12,8 @@ struct Params {
   const int* pages;     // [pages, 2] handle and tier
   const i64* pointers;  // [slabs]
   i64 n;
-  int units, page_tokens, tier, v_offset, scale_offset;  // tier and offsets: of the copies
-  int offsets[kMaxTiers][2];  // by tier: of positions and importance
+  int units, page_tokens, tier, v_offset, scale_offset;  // tier and offsets of the copies
+  int offsets[kMaxTiers][2];  // by tier: offsets of positions and importance
 };
 
 // The 32 moves of a warp: each lane its own, the pages' addresses and the slots in them.

@@ -1,11 +1,11 @@
-"""The moves of a plan on the device, phase by phase, for all requests and layers together: a handful of launches.
+"""Executes the moves of a plan on the device, phase by phase, for all requests and layers: a handful of launches.
 
     tier by tier from the last, one launch for each list that is not empty:
         fillers ──────phases.cu─────▶ holes
         arrivals ──quantize.cu──▶ whole pages    their positions and importance: one launch for all tiers
         arrivals ──repack.cu──▶ slots of the page where the kept tokens end, and plain pages
 
-Everything is prepared with the plan; to run it is to launch. The number of launches depends on the tiers only.
+Everything is prepared with the plan; running it only launches. The number of launches depends only on the tiers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARAMS = struct.Struct(f"4Q q 5i {2 * MAX_TIERS}i 4x")
 
 @lru_cache(maxsize=64)
 def entry_of(kind: PageFormat, sides: bool = False) -> str:
-    """The kernel that copies tokens of a tier from slot to slot, or writes positions and importance (``sides``)."""
+    """Kernel that copies tokens of a tier from slot to slot, or writes positions and importance (``sides``)."""
     side = f"{'short' if kind.position_dtype == torch.int16 else 'int'}, {str(kind.keeps_importance).lower()}"
     f = kind.format
     if sides:
@@ -45,7 +45,7 @@ def entry_of(kind: PageFormat, sides: bool = False) -> str:
 
 
 def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
-    """Kernels that carry out moves between the tiers of a cache."""
+    """Kernels that execute moves between the tiers of a cache."""
     own = [entry_of(page_formats[0], sides=True), *map(entry_of, page_formats)]
     others = (*whole_pages.kernels_needed(page_formats), *repack_cuda.kernels_needed(page_formats))
     return [*((SOURCE, entry) for entry in own), *others]
@@ -59,7 +59,7 @@ def phases(
 ) -> Iterator[jit.Launch]:
     """Launches for moves whose pages are allocated. ``rows``: k and v of new tokens, ``[n, D]``.
 
-    ``centre``: rows that are aligned, see `centre_rows`. Needs the device's context to be current.
+    ``centre``: aligned rows, see `centre_rows`. The device's context must be current.
     """
     pool, page_formats, tiers = buckets.pool, buckets.page_formats, len(buckets.page_formats)
     page_tokens, device = buckets.page_tokens, centre.get_device()

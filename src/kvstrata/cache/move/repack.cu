@@ -1,8 +1,8 @@
-// Single tokens from page to page: decoded, encoded for another tier and written, one side of one move per warp.
+// Moves single tokens from page to page: decodes, encodes for another tier and writes one side of one move per warp.
 //
 // No move of a launch writes where another reads (cache/move/phases.py). Moves do share 32-bit words of codes: a warp adds
-// the difference of its own fields to a word. Sums of such differences come out right in any order, and a field that no
-// move changes is the same in every sum in between, so words may be read at any time.
+// the difference of its own fields to a word. Sums of such differences are correct in any order, and a field that no
+// move changes is the same in every intermediate sum, so words may be read at any time.
 //
 // A lane holds cells of the token (planes.cuh). The arithmetic is that of quant/reference.py, the butterflies in the
 // order of layout/rotation.py.
@@ -25,7 +25,7 @@ struct Params {
   const float* centre;  // [m, D]
   i64 k_row, v_row;     // strides in bytes
   int n, units;
-  float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, what scales are lengthened by
+  float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, the gains of scales
   Tier tiers[kMaxTiers];
 };
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void across_cells(Row<kDim, kIsV>& row) {
   }
 }
 
-// The same over bit kBit of the number of a value in its cell.
+// Butterflies over bit kBit of the index of a value in its cell.
 template <int kBit, int kDim, bool kIsV>
 __device__ __forceinline__ void in_cells(Row<kDim, kIsV>& row) {
   using R = Row<kDim, kIsV>;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void move_side(const Params& p, int move) {
   if (tier == 0) {
     char* out = page + (kIsV ? now.v_offset : 0) + slot * kRow;
 #pragma unroll
-    for (int i = 0; i < kDim; i += 32)  // a new row, aligned to its elements only
+    for (int i = 0; i < kDim; i += 32)  // a new row may only be aligned to its elements
       if (kDim % 32 == 0 || i + lane < kDim)
         reinterpret_cast<In*>(out)[i + lane] = reinterpret_cast<const In*>(plain)[i + lane];
     return;

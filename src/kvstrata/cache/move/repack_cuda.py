@@ -20,10 +20,10 @@ from .repack_job import Job
 
 SOURCE = Path(__file__).with_name("repack.cu")
 WARPS = 8  # per block; two per move
-# struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers a tier.
+# struct Params: packed, pointers, k, v, centre; two strides in bytes; n, units; step and gains; six numbers per tier.
 PARAMS = struct.Struct(f"5Q 2q 2i 27f {6 * MAX_TIERS}i 4x")
-HEAD = struct.Struct("5Q 2q 2i")  # what changes from launch to launch
-ROWS_OFFSET = 2 * 8  # of the addresses of k and v
+HEAD = struct.Struct("5Q 2q 2i")  # fields that change from launch to launch
+ROWS_OFFSET = 2 * 8  # offset of the addresses of k and v
 CONSTANTS = [table.get(bits, 0.0) for table in (GAUSSIAN_STEP, K_GAIN, V_GAIN) for bits in range(9)]
 
 
@@ -53,9 +53,9 @@ def _params(page_formats: tuple[PageFormat, ...]) -> bytes:
 
 
 def launch(job: Job, first: int, n: int) -> jit.Launch:
-    """Launch of moves ``first .. first + n - 1``, none of which reads where another writes; a warp per side of a move.
+    """Launch moves ``first .. first + n - 1``, none of which reads where another writes; one warp per side of a move.
 
-    The caller keeps the job's tensors alive, and their device's context current.
+    The caller keeps the job's tensors alive and their device's context current.
     """
     page_formats, device = job.page_formats, job.packed.get_device()
     rows = [(0, 0) if x is None else (x.data_ptr(), x.stride(0) * x.element_size()) for x in (job.k, job.v)]

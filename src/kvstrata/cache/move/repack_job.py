@@ -1,4 +1,4 @@
-"""Arguments of ``repack``: what every backend is given."""
+"""Arguments of ``repack``, common to all backends."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class Job(NamedTuple):
     packed: torch.Tensor  # int32 [n, 12], columns as in moves.COLUMNS
     k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
     v: torch.Tensor | None
-    centre: torch.Tensor  # float32 [m, D], subtracted from plain K on its way into codes
+    centre: torch.Tensor  # float32 [m, D], subtracted from plain K that is quantised

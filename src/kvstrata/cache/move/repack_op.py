@@ -1,4 +1,4 @@
-"""``repack``: tokens move between pages, decoded and encoded anew where the format differs; all tiers in one launch.
+"""``repack``: moves tokens between pages and re-encodes them if the format differs; all tiers in one launch.
 
     [K16V16 page] ──leaver: centre, rotate, quantise──▶ [K4V4 page] ──leaver: decode, quantise──▶ [K2V2 page]
           ▲ filler: copied into the hole                     ▲ filler: codes and scales copied
@@ -16,7 +16,7 @@ from .repack_job import Job
 
 
 def prepare(job: Job, backend: str) -> Callable[[], None]:
-    """A callable that makes all moves of a job and allocates nothing; ``backend`` is ``reference`` or ``triton``.
+    """Function that makes all moves of a job without allocating; ``backend`` is ``reference`` or ``triton``.
 
     Destination slots must have no other owner. The reference reads and encodes the tokens here; Triton reads them when
     called, and is safe under graph capture.

@@ -51,7 +51,7 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:
-    """A callable that writes the tokens to their pages; copies of these pages, tokens included, are prepared here."""
+    """Function that writes the tokens to their pages; copies of these pages, with the tokens, are prepared here."""
     written: list[tuple[np.ndarray, torch.Tensor]] = []
     for tier in sorted({tier for _, tier, _ in taken}):
         kind, parts = job.page_formats[tier], [(moves, rows) for moves, now, rows in taken if now == tier]

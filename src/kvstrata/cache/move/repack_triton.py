@@ -1,9 +1,9 @@
-"""``repack`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``repack`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-A program does one side of one chain of moves. Formats are data: places of fields come from a table
+A program processes one side of one chain of moves. Formats are data: positions of fields come from a table
 (layout/fragments.py), widths and offsets from another, so one kernel serves all tiers. A word is shared with tokens
 that other programs move at the same time: the difference of the field is added to it, and sums of differences of
-disjoint fields come out right in any order.
+disjoint fields are correct in any order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .repack_job import Job
 
 @triton.jit
 def _field(page, places_ptr, index, width, mask):
-    """Word, shift and value of a field of every dim; a width of 0 is no field."""
+    """Word, shift and value of a field of every dim; a width of 0 means no field."""
     mask = mask & (width > 0)
     bit = tl.load(places_ptr + index, mask=mask, other=0)
     word = page.to(tl.pointer_type(tl.int32)) + bit // 32
@@ -42,7 +42,7 @@ def _scale_ptr(page, scale_offset, slot, SIDE: tl.constexpr):
 
 @triton.jit
 def _put(page, places_ptr, index, width, new, mask):
-    """One plane of the codes: add what the field has to change by."""
+    """Write one plane of the codes by adding the difference to the field."""
     word, shift, old = _field(page, places_ptr, index, width, mask)
     change = ((new & ((1 << width) - 1)) - old) << shift
     tl.atomic_add(word, change, mask=mask & (width > 0))
@@ -55,7 +55,7 @@ def _follow(
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """One side of a chain, from its first move on."""
+    """Process one side of a chain, starting with its first move."""
     offs = tl.arange(0, WIDE)
     mask = offs < DIM
     ELEMENT: tl.constexpr = tl.float32 if DTYPE == "float32" else tl.float16 if DTYPE == "float16" else tl.bfloat16
@@ -66,7 +66,7 @@ def _follow(
         slot, tier = tl.load(line + 4), tl.load(line + 5)
         source = page_address(pointers_ptr, tl.load(line), units)
         page = page_address(pointers_ptr, tl.load(line + 3), units)
-        # Of a format: width, low and high plane, for K and V; offsets of V and of the scales.
+        # Per format: width, low and high plane, for K and V; offsets of V and of the scales.
         old_ptr, new_ptr = formats_ptr + tl.maximum(source_tier, 0) * 8, formats_ptr + tier * 8
         if source_tier < 0:
             address = fresh_ptr.to(tl.int64) + source_slot.to(tl.int64) * fresh_row

@@ -34,10 +34,10 @@ def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
 def launch(
     page_formats: Sequence[PageFormat], tier: int, lists: Lists, first: int, n: int, centre: torch.Tensor
 ) -> jit.Launch:
-    """Quantise into ``n`` whole pages of a tier, from number ``first`` on; all slots are written.
+    """Quantise into ``n`` whole pages of a tier, from index ``first`` on; all slots are written.
 
     ``lists.k_at`` has addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty slot.
-    Without ``lists.v_at`` all rows are in plain pages, where each V is as far from its K.
+    Without ``lists.v_at`` all rows are in plain pages, where V is at a constant offset from K.
     """
     device, format, dtype = centre.get_device(), page_formats[tier].format, page_formats[0].dtype
     slots = 8 * first * format.page_tokens
@@ -46,7 +46,7 @@ def launch(
     centres = (centre.data_ptr(), head_caches) if format.centre else (0, 0)
     formats = [kind.format for kind in page_formats[1:]]
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
-    params = PARAMS.pack(  # rows are addresses, and the number of the head does not matter
+    params = PARAMS.pack(  # rows are addresses, and the head index does not matter
         0, v, 0, lists.pages.data_ptr() + 8 * first, k_at, v_at, head_caches, *centres,
         0, 0, 1, 1, n, *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
     )  # fmt: skip

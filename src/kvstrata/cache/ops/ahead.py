@@ -10,7 +10,7 @@ from kvstrata.cache.storage import table_cuda
 
 
 def kernels_needed(cache: CacheState) -> list[jit.Named]:
-    """Kernels of prompts, appends, steps and settling; those that take longest to compile come first."""
+    """Kernels of prompts, appends, steps and settling, those that take longest to compile first."""
     plain = cache.page_formats[0]
     written = [*append_cuda.kernels_needed(plain, cache.balance is not None), *table_cuda.kernels_needed()]
     if cache.budget.amount is None:  # nothing settles

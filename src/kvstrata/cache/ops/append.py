@@ -1,11 +1,11 @@
-"""Append: new tokens to the plain bucket while the budget has room, else to the tiers that a plan finds for them.
+"""Append: new tokens go to the plain bucket while the budget has room, otherwise to the tiers that a plan assigns.
 
-    room in pages that are there ──▶ plain rows (move/append.py), nothing else
-    room in the budget           ──▶ pages taken, plain rows
+    room in existing pages       ──▶ plain rows (move/append.py), nothing else
+    room in the budget           ──▶ allocate pages, plain rows
     room in all layers at once   ──▶ settle_ahead (scopes.py), plain rows
     none                         ──▶ old and new tokens of the scope planned together, one move
 
-The first is the way of nearly every decoded token, layer by layer.
+Nearly every decoded token takes the first path, layer by layer.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def append_tokens(
     if append_prompt(cache, layer, *arguments, mass, queries):
         return
     k, v, requests, lengths = ragged(cache, layer, k, v, requests, lengths)
-    asked, lengths = list(requests), list(lengths)
+    request_list, lengths = list(requests), list(lengths)
     if mass is None and queries is not None:
         raise ValueError(f"queries: expected None without mass, got {queries!r}")
     if not sum(lengths):
-        cache._use(asked)
+        cache._use(request_list)
         return
     cache.pool.note_stream()
-    cache._forget(cache.requests if cache.budget.shared else asked)
-    if mass is not None or not append_plain(cache, None, layer, k, v, asked, lengths):
+    cache._forget(cache.requests if cache.budget.shared else request_list)
+    if mass is not None or not append_plain(cache, None, layer, k, v, request_list, lengths):
         with cache._operation() as change:
-            prepared = _append(cache, change, layer, k, v, asked, lengths, mass, queries)
+            prepared = _append(cache, change, layer, k, v, request_list, lengths, mass, queries)
         if prepared is not None:
-            cache._last_prompt = LastPrompt.of(arguments, asked, lengths, prepared)
+            cache._last_prompt = LastPrompt.of(arguments, request_list, lengths, prepared)
     if mass is None and min(lengths) == max(lengths) == 1:
-        remember(cache, *arguments, asked)
+        remember(cache, *arguments, request_list)
 
 
 def _append(
@@ -80,32 +80,33 @@ def _append(
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
-    asked: list[int],
+    request_list: list[int],
     lengths: list[int],
     mass: torch.Tensor | None,
     queries: int | None,
 ) -> PreparedPrompt | PreparedPlan | None:
-    """Rows that need pages, or come with mass; returns what other layers of a prompt may use again."""
-    fits = fits_plain(cache, layer, asked, lengths)
-    if mass is None and (fits or settle_ahead(cache, change, layer, asked, lengths)):
-        append_plain(cache, change, layer, k, v, asked, lengths)
+    """Append rows that need pages or come with mass; returns what other layers of a prompt can reuse."""
+    fits = fits_plain(cache, layer, request_list, lengths)
+    if mass is None and (fits or settle_ahead(cache, change, layer, request_list, lengths)):
+        append_plain(cache, change, layer, k, v, request_list, lengths)
         return None
     importance = None
     if mass is not None:
         if queries is None and len(set(lengths)) > 1:
-            raise ValueError(f"queries: expected how many are in mass, got None with lengths {lengths}")
+            raise ValueError(f"queries: expected the number of queries in mass, got None with lengths {lengths}")
         queries = check_int("queries", lengths[0] if queries is None else queries, 1)
-        ends = [int(cache._lengths[r, layer]) + n for r, n in zip(asked, lengths, strict=True)]
-        mass = check_mass(cache, mass, len(asked), max(ends))
+        ends = [int(cache._lengths[r, layer]) + n for r, n in zip(request_list, lengths, strict=True)]
+        mass = check_mass(cache, mass, len(request_list), max(ends))
         if cache.policy.name == "importance":
-            importance = new_importance(cache, layer, asked, lengths, mass, queries)
+            importance = new_importance(cache, layer, request_list, lengths, mass, queries)
             growing = [i for i, n in enumerate(lengths) if n]  # without new tokens there are no queries
-            given = mass if len(growing) == len(asked) else mass[growing]
-            add_mass(cache, change, layer, [asked[i] for i in growing], given, queries, [ends[i] for i in growing])
+            growing_requests, growing_ends = ([x[i] for i in growing] for x in (request_list, ends))
+            growing_mass = mass if len(growing) == len(mass) else mass[growing]
+            add_mass(cache, change, layer, growing_requests, growing_mass, queries, growing_ends)
     if fits:
-        append_plain(cache, change, layer, k, v, asked, lengths, importance)
+        append_plain(cache, change, layer, k, v, request_list, lengths, importance)
         return None
-    return _append_settling(cache, change, layer, k, v, asked, lengths, importance)
+    return _append_settling(cache, change, layer, k, v, request_list, lengths, importance)
 
 
 def append_plain(
@@ -118,9 +119,9 @@ def append_plain(
     lengths: list[int],
     importance: torch.Tensor | None = None,
 ) -> bool:
-    """New rows to the plain buckets; without a transaction only if they fit pages that are there, else False.
+    """Append new rows to the plain buckets; without a transaction only if they fit existing pages, else returns False.
 
-    Such an append takes no page, so it needs no look at the budget, which never shrinks as tokens come.
+    Such an append allocates no page, so the budget need not be checked: it never shrinks as tokens are added.
     """
     buckets, ids, counts = cache.buckets, np.array(requests), np.array(lengths)
     before = buckets.room(layer, ids, counts) if change is None else buckets.make_room(change, layer, ids, counts)
@@ -148,49 +149,49 @@ def _append_settling(
     layer: int,
     k: torch.Tensor,
     v: torch.Tensor,
-    asked: list[int],
+    request_list: list[int],
     lengths: list[int],
     importance: torch.Tensor | None,
 ) -> PreparedPrompt | PreparedPlan | None:
-    """Plan new tokens together with those that are there; requests that need not settle take them as plain rows.
+    """Plan new tokens together with existing ones; requests that need not settle take them as plain rows.
 
-    ``importance [rows, kv_heads]``: of the new tokens, None for that of tokens nobody has seen. Returns what other
-    layers may use again if these are prompts.
+    ``importance [rows, kv_heads]`` of the new tokens; None is that of tokens that no query has seen. Returns what
+    other layers can reuse if these are prompts.
     """
-    plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, asked, lengths)).tolist()
-    settling = [i for i in range(len(asked)) if i not in plain]
-    places = [(layer, scope) for scope in scopes_of(cache, [asked[i] for i in settling])]
-    coming = {asked[i]: lengths[i] for i in settling}
+    plain = [] if cache.budget.shared else np.flatnonzero(fits_each(cache, layer, request_list, lengths)).tolist()
+    settling = [i for i in range(len(request_list)) if i not in plain]
+    places = [(layer, scope) for scope in scopes_of(cache, [request_list[i] for i in settling])]
+    coming = {request_list[i]: lengths[i] for i in settling}
     ends = [[int(cache._lengths[r, layer]) + coming.get(r, 0) for r in scope] for _, scope in places]
-    rows = stored_rows(cache, layer, k, v, asked, lengths)
+    rows = stored_rows(cache, layer, k, v, request_list, lengths)
     prepared: PreparedPrompt | PreparedPlan | None = None
     if settle_cuda.supports(cache):
-        fresh = _fresh(cache, layer, places, asked, lengths, coming, importance)
+        fresh = _fresh(cache, layer, places, request_list, lengths, coming, importance)
         planned = settle_cuda.plan(cache, places, ends, fresh, rows)
         check_plans(cache, places, ends, planned.needed)
-        cache._activate(change, asked)
-        centred, empty = cache._centred[asked, layer], not cache._lengths[asked, layer].any()
+        cache._activate(change, request_list)
+        centred, empty = cache._centred[request_list, layer], not cache._lengths[request_list, layer].any()
         centres, moved = settle_cuda.move(cache, change, planned, rows)
         if empty and moved is not None and not plain and min(lengths) > cache.policy.settle_every:
             k_read, v_read = moved.counted.rows
             if k_read is rows.k and v_read is rows.v:
-                given = cache, layer, np.array(asked), rows, centres
+                given = cache, layer, np.array(request_list), rows, centres
                 if settle_cuda.is_prompt(cache, planned):
                     prepared = PreparedPrompt(*given, moved, centred)
                 elif prompt_mass_cuda.supports(cache, planned):
                     prepared = PreparedPlan(*given, planned, centred)
     else:
-        tokens = _with_new(cache, layer, places, asked, lengths, settling, importance)
+        tokens = _with_new(cache, layer, places, request_list, lengths, settling, importance)
         target = plan_scopes(cache, places, tokens, ends)
-        cache._activate(change, asked)
+        cache._activate(change, request_list)
         move_tokens(cache, change, places, tokens, target, rows)
-    settled = [asked[i] for i in settling]
+    settled = [request_list[i] for i in settling]
     after = cache._lengths[settled, layer] + np.array([lengths[i] for i in settling])
     cache._set_lengths(change, settled, layer, after)
     for i in plain:
         part = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
         first = None if importance is None else importance[part]
-        append_plain(cache, change, layer, k[part], v[part], [asked[i]], [lengths[i]], first)
+        append_plain(cache, change, layer, k[part], v[part], [request_list[i]], [lengths[i]], first)
     return prepared
 
 
@@ -198,13 +199,13 @@ def _fresh(
     cache: CacheState,
     layer: int,
     places: Sequence[Place],
-    asked: list[int],
+    request_list: list[int],
     lengths: list[int],
     coming: dict[int, int],
     importance: torch.Tensor | None,
 ) -> Fresh:
-    """New tokens of places as kernels read them."""
-    first_row = dict(zip(asked, np.cumsum([0, *lengths]).tolist(), strict=False))
+    """New tokens of places, in the form that kernels read."""
+    first_row = dict(zip(request_list, np.cumsum([0, *lengths]).tolist(), strict=False))
     requests = pairs(places)[1]
     counts, first = (np.array([x.get(r, 0) for r in requests], np.int64) for x in (coming, first_row))
     positions = cache._lengths[requests, layer].astype(np.int64)
@@ -216,20 +217,20 @@ def _with_new(
     cache: CacheState,
     layer: int,
     places: Sequence[Place],
-    asked: list[int],
+    request_list: list[int],
     lengths: list[int],
     settling: list[int],
     importance: torch.Tensor | None,
 ) -> Tokens:
-    """Tokens of places, the new ones of settling requests among them."""
-    new = _new_tokens(cache, asked, layer, lengths)
+    """Tokens of places, including the new ones of requests that settle."""
+    new = _new_tokens(cache, request_list, layer, lengths)
     if importance is not None:
         new = replace(new, importance=importance.flatten())
     index_of = {request: i for i, request in enumerate(pairs(places)[1])}
-    index = np.full(len(asked), -1)
-    index[settling] = [index_of[asked[i]] for i in settling]
+    index = np.full(len(request_list), -1)
+    index[settling] = [index_of[request_list[i]] for i in settling]
     coming = new.renumbered(cache.pool.to_device(index), cache.kv_heads)
-    if len(settling) < len(asked):
+    if len(settling) < len(request_list):
         settles = np.repeat(index >= 0, np.array(lengths) * cache.kv_heads)
         coming = coming[cache.pool.to_device(np.flatnonzero(settles))]
     return Tokens.cat([cache.buckets.snapshots(*pairs(places)), coming])

@@ -1,10 +1,10 @@
-"""Append of prompts to several empty layers in one go, in two halves, on a CUDA device.
+"""Appends prompts to several empty layers together, in two halves, on a CUDA device.
 
-    plan     importance, targets and counts of all layers are queued; the host goes on
-    finish   waits for the counts, then pages, tables and tokens
+    plan     queues importance, targets and counts of all layers; the host continues
+    finish   waits for the counts, then allocates pages, updates tables and stores tokens
 
-The layers of a model bring the K and V of a prompt one after the other. The host's part is about the same for one layer
-as for many, and it waits for nothing if the device has work queued behind the plan.
+The layers of a model deliver the K and V of a prompt one after the other. The host time is about the same for one layer
+as for many, and the host does not idle if the device has work queued after the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def supports(cache: CacheState, layers: Sequence[int], requests: Sequence[int], lengths: Sequence[int]) -> bool:
-    """True if prompts of these lengths can be planned together: into empty layers, where none fits as plain rows."""
+    """True if prompts of these lengths can be planned together: into empty layers, none fitting as plain rows."""
     if not settle_cuda.supports(cache) or cache.budget.amount is None or cache.budget.shared:
         return False
     if min(lengths, default=0) <= cache.policy.settle_every or max(lengths) > cache.max_tokens:
@@ -41,15 +41,15 @@ def supports(cache: CacheState, layers: Sequence[int], requests: Sequence[int], 
 
 
 class LayersAppend:
-    """Prompts that are planned and not stored yet; until `finish`, no other operation may change their requests.
+    """Prompts that are planned but not stored; until `finish`, no other operation may change their requests.
 
     Args:
-        cache: of which `supports` is true.
+        cache: one that `supports` accepts.
         layers: the layers, ascending.
         k, v: ``[layers, tokens, kv_heads, head_dim]`` in the cache's dtype, packed request after request; K divided by
             the balance. They are read by `finish` and must not change before.
-        requests, lengths: the requests and how many tokens each has.
-        mass: float32 ``[layers, tokens, kv_heads]``, attention mass of each token; None if nothing is known.
+        requests, lengths: the requests and the number of tokens of each.
+        mass: float32 ``[layers, tokens, kv_heads]``, attention mass of each token; None if unknown.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LayersAppend:
         counts = np.tile(count, len(layers))
         self._counts = counts
         where = np.array([request * cache.layers + layer for layer, [request] in self._places])
-        self._where = where  # [places], in tables [requests, layers]
+        self._where = where  # [places], index in tables [requests, layers]
         if (held := cache._lengths.reshape(-1)[where]).any():
             layer, [request] = self._places[int(held.argmax())]
             raise ValueError(
@@ -84,7 +84,7 @@ class LayersAppend:
         self._index, queries, ends = cache.pool.to_device(numbers)
         importance = None
         reports = cache.reports.numbers.view(-1, 2)
-        self._reports = reports[self._index]  # as they were
+        self._reports = reports[self._index]  # for rolling back
         if mass is not None and cache.policy.name == "importance":
             reports[self._index] = torch.stack([queries, ends], 1).to(reports.dtype)
             importance = self._importance(mass.detach().reshape(-1, cache.kv_heads), counts)
@@ -96,7 +96,7 @@ class LayersAppend:
         return 0 if self._cache.device.type == "cpu" else jit.current_stream(self._cache.device.index or 0)
 
     def _importance(self, mass: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
-        """Importance of new tokens, float32 ``[tokens, kv_heads]``; all queries of a request gave the mass."""
+        """Importance of new tokens, float32 ``[tokens, kv_heads]``, from mass of all queries of a request."""
         cache, queries = self._cache, torch.ones((), device="cpu")
         first = torch.zeros((), device="cpu")
         if cache.policy.mode != "mean":
@@ -106,7 +106,7 @@ class LayersAppend:
         return updated(cache.policy.mode, first, mass, queries, one, cache.decay).contiguous()
 
     def finish(self) -> None:
-        """Wait for the plan and store the tokens; BudgetExceeded leaves the cache as it was."""
+        """Wait for the plan and store the tokens; BudgetExceeded leaves the cache unchanged."""
         cache, planned, rows = self._cache, self._planned, self._rows
         try:
             check_plans(cache, self._places, self._lengths, planned.needed)
@@ -125,7 +125,7 @@ class LayersAppend:
             raise
 
     def _record_streams(self) -> None:
-        """Tell torch's allocator where the rows are read, if that is another stream than the one they came on."""
+        """Record the stream that reads the rows, if it is not the one they were allocated on."""
         if self._current_stream() != self._stream:
             for x in (self._rows.k, self._rows.v, self._index, self._reports):
                 x.record_stream(torch.cuda.current_stream(self._cache.device))

@@ -1,8 +1,8 @@
-"""Append of one token of each request, layer after layer and step after step with the same list of requests.
+"""Appends one token per request, layer by layer and step by step with the same list of requests.
 
-What an append checks and derives is kept from one call to the next: as long as requests and tensors look the same, what
-remains is one launch and counts, and whether the open pages have room only where nobody knows it since they were last
-looked at. Any other append takes the normal path.
+The checks and derived values of an append are kept from one call to the next. As long as requests and tensors have the
+same form, only one launch and the counting remain; whether the open pages have room is computed only if it is unknown
+since the last change. Any other append takes the normal path.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ def remember(
     v: torch.Tensor,
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
-    asked: list[int],
+    request_list: list[int],
 ) -> None:
-    """Keep the arguments of an append of one token of each of the requests ``asked``, unless they are kept already."""
+    """Keep the arguments of an append of one token to each request of ``request_list``, unless already kept."""
     last = cache._repeated
-    if last is not None and _looks(last, k, v, requests, seq_lens) and (last.launch is None or last.launch.fits(k, v)):
+    if (
+        last is not None
+        and _matches(last, k, v, requests, seq_lens)
+        and (last.launch is None or last.launch.fits(k, v))
+    ):
         return
     if not all(x is None or type(x) is list for x in (requests, seq_lens)) or k.stride(-1) != 1 or v.stride(-1) != 1:
         return
-    buckets, listed, launch = cache.buckets, cache.buckets.listed(asked), None
+    buckets, listed, launch = cache.buckets, cache.buckets.listed(request_list), None
     if cache.device.type != "cpu" and buckets.by_cuda:
         flat = [x.flatten(0, 1) if x.dim() == 4 else x for x in (k, v)]
         ids, reciprocal = buckets.device_ids(listed.ids), cache.policy.mode != "mean"
         launch = append_cuda.AppendOne(buckets, ids, flat[0], flat[1], cache._device_lengths, cache.balance, reciprocal)
     given, lengths = (None if x is None else list(x) for x in (requests, seq_lens))
-    cache._repeated = Repeated(given, lengths, frozenset(asked), listed, guard_of((k, v)), launch)
+    cache._repeated = Repeated(given, lengths, frozenset(request_list), listed, guard_of((k, v)), launch)
 
 
 def append_one(
@@ -57,19 +61,19 @@ def append_one(
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
 ) -> bool:
-    """Append if the arguments look like those of the last time and nothing has to settle; else False."""
+    """Append if the arguments match the last ones and nothing has to settle; otherwise return False."""
     last = cache._repeated
-    if last is None or not _looks(last, k, v, requests, seq_lens):
+    if last is None or not _matches(last, k, v, requests, seq_lens):
         return False
     room = last.rooms.get(layer)
     if room is None or room.version != cache.buckets.version or room.active is not cache._active or not room.tokens:
-        return _look_and_append(cache, last, layer, k, v)
+        return _check_and_append(cache, last, layer, k, v)
     if not _launch(cache, last, layer, k, v):
         return False
     room.tokens -= 1
     if room.counts is None or room.lengths is None:
         _count(cache, last.listed, layer)
-    else:  # `left` is not known since the room is, and whoever finds it out makes another version
+    else:  # `left` is unknown while `room` is valid; computing it changes the version
         np.add(room.counts, ONE, room.counts)
         np.add(room.lengths, ONE, room.lengths)
     if layer == cache.layers - 1:
@@ -77,8 +81,8 @@ def append_one(
     return True
 
 
-def _look_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """`append_one` where it is not known whether open pages have room."""
+def _check_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """`append_one` if it is unknown whether the open pages have room."""
     if not last.distinct <= cache._active or (last.launch is not None and not last.launch.fits(k, v)):
         return False
     buckets, listed = cache.buckets, last.listed
@@ -115,7 +119,7 @@ def _look_and_append(cache: CacheState, last: Repeated, layer: int, k: torch.Ten
 
 
 def _launch(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Write the rows into pages that are there; False, and nothing is done, if their addresses do not allow it."""
+    """Write the rows into existing pages; returns False, and does nothing, if their addresses do not allow it."""
     stream = cache.pool.note_stream()
     _drop_plans(cache, last.listed.ids)
     if last.launch is not None:
@@ -131,7 +135,7 @@ def _drop_plans(cache: CacheState, ids: np.ndarray) -> None:
 
 
 def _count(cache: CacheState, listed: RequestList, layer: int) -> None:
-    """Count one more token of these requests in a layer."""
+    """Count one more token for each of these requests in a layer."""
     buckets = cache.buckets
     listed.add_one(buckets.host_count[:, layer, :, 0])
     listed.add_one(cache._lengths[:, layer])
@@ -139,7 +143,7 @@ def _count(cache: CacheState, listed: RequestList, layer: int) -> None:
 
 
 def _tokens_left(cache: CacheState, listed: RequestList, layer: int) -> int:
-    """Tokens of each request that fit pages which are there, unshared, and the tables."""
+    """Tokens per request that fit existing unshared pages and the tables."""
     p, where = cache.page_tokens, listed.where
     left = (-cache.buckets.host_count[where, layer, :, 0] & (p - 1)).min(1)
     if cache.budget.amount is None:
@@ -148,7 +152,7 @@ def _tokens_left(cache: CacheState, listed: RequestList, layer: int) -> int:
 
 
 def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
-    """Behind the last layer of a step: take pages that the next steps need in all layers, of some requests.
+    """After the last layer of a step, allocate pages that the next steps need in all layers, for some requests.
 
     See storage/pages_ahead.py.
     """
@@ -161,7 +165,7 @@ def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
         near[near] = ~ahead.there(ids[near], -1)
         if near.any() and left[near].min() <= ahead.soon:
             some, left = ids[near], left[near]
-            ahead.look(some)
+            ahead.update_even(some)
             even = ahead.even[some]
             if even.any() and len(ahead.take(some[even], left[even], len(ids))):
                 return
@@ -169,22 +173,22 @@ def _pages_ahead(cache: CacheState, ids: np.ndarray) -> None:
         ahead.fill_reserve()
 
 
-def _looks(
+def _matches(
     last: Repeated, k: torch.Tensor, v: torch.Tensor, requests: Sequence[int] | None, seq_lens: Sequence[int] | None
 ) -> bool:
-    """True if arguments look like those that were remembered."""
+    """True if arguments match the remembered ones."""
     if requests is not last.requests and not same_list(requests, last.requests):
         return False
-    return (seq_lens is last.seq_lens or same_list(seq_lens, last.seq_lens)) and last.looks(k, v)
+    return (seq_lens is last.seq_lens or same_list(seq_lens, last.seq_lens)) and last.guard(k, v)
 
 
 def same_list(given: Sequence[int] | None, last: list[int] | None) -> bool:
-    """True if a list is given again, or None."""
+    """True if the given list equals the last one, or both are None."""
     return given is None if last is None else type(given) is list and given == last
 
 
 def _prepare(cache: CacheState, last: Repeated, layer: int, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object]:
-    """A function that writes the rows into pages that are there, and allocates nothing."""
+    """Function that writes the rows into existing pages without allocating."""
     if last.launch is not None:
         return partial(last.launch, layer, k, v)
     ids, where = last.listed.ids, last.listed.where

@@ -1,6 +1,6 @@
-"""Append of prompts to layer after layer: what the first layer prepared serves the others.
+"""Appends prompts layer by layer: what the first layer prepared is reused for the others.
 
-As long as arguments look the same and the layer is as empty, what remains is pages, one upload and the launches
+As long as arguments match and the layer is also empty, only pages, one upload and the launches remain
 (policy/prompt_cuda.py); with mass also a wait for the plan (policy/prompt_mass_cuda.py). Any other append takes the
 normal path.
 """
@@ -26,7 +26,7 @@ from .arguments import check_mass
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
-Arguments = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int] | None]  # of append: k, v, lists
+Arguments = tuple[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int] | None]  # k, v, requests, seq_lens
 
 
 def stored_rows(
@@ -38,7 +38,7 @@ def stored_rows(
 
 
 def _listed(given: Sequence[int] | None) -> list[int] | None:
-    """None or a list as it is given, quickly; an empty one for anything that is not a plain sequence."""
+    """The list as given, or None; an empty list for anything that is not a plain sequence."""
     return None if given is None else list(given) if type(given) in (list, tuple, range) else []
 
 
@@ -48,22 +48,22 @@ class LastPrompt:
 
     requests: list[int] | None  # as given
     seq_lens: list[int] | None
-    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
-    asked: list[int]
+    guard: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    request_list: list[int]
     lengths: list[int]
     ends: np.ndarray
     prepared: PreparedPrompt | PreparedPlan
 
     @classmethod
     def of(
-        cls, arguments: Arguments, asked: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
+        cls, arguments: Arguments, request_list: list[int], lengths: list[int], prepared: PreparedPrompt | PreparedPlan
     ) -> LastPrompt | None:
-        """None if the arguments are not worth remembering."""
+        """Remember these arguments; None if that is not worthwhile."""
         k, v, requests, seq_lens = arguments
         lists = _listed(requests), _listed(seq_lens)
         if [] in lists or k.stride(-1) != 1 or v.stride(-1) != 1:
             return None
-        return cls(*lists, guard_of((k, v)), asked, lengths, np.array(lengths), prepared)
+        return cls(*lists, guard_of((k, v)), request_list, lengths, np.array(lengths), prepared)
 
 
 def append_prompt(
@@ -76,9 +76,9 @@ def append_prompt(
     mass: torch.Tensor | None,
     queries: int | None,
 ) -> bool:
-    """Append if the arguments look like those of the last prompts and the layer is empty, too; else False."""
+    """Append if the arguments match those of the last prompts and the layer is also empty; otherwise return False."""
     last = cache._last_prompt
-    if last is None or not last.looks(k, v) or not last.prepared.fits(cache, layer):
+    if last is None or not last.guard(k, v) or not last.prepared.fits(cache, layer):
         return False
     if _listed(requests) != last.requests or _listed(seq_lens) != last.seq_lens:
         return False
@@ -89,20 +89,20 @@ def append_prompt(
         return False
     if k.dim() == 4:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    rows = stored_rows(cache, layer, k, v, last.asked, last.lengths)
+    rows = stored_rows(cache, layer, k, v, last.request_list, last.lengths)
     if not last.prepared.accepts(rows):
         return False
     if mass is not None:
-        mass = check_mass(cache, mass, len(last.asked), max(last.lengths))
+        mass = check_mass(cache, mass, len(last.request_list), max(last.lengths))
     cache.pool.note_stream()
-    cache._forget(last.asked)
+    cache._forget(last.request_list)
     with cache._operation() as change:
         if isinstance(last.prepared, PreparedPrompt):
             last.prepared.prepare(cache, change, layer, rows)
         elif mass is not None and queries is not None:
-            importance = new_importance(cache, layer, last.asked, last.lengths, mass, queries)
-            add_mass(cache, change, layer, last.asked, mass, queries, last.lengths)
+            importance = new_importance(cache, layer, last.request_list, last.lengths, mass, queries)
+            add_mass(cache, change, layer, last.request_list, mass, queries, last.lengths)
             last.prepared.prepare(cache, change, layer, rows, importance, last.lengths)
-        cache._activate(change, last.asked)
-        cache._set_lengths(change, last.asked, layer, last.ends)
+        cache._activate(change, last.request_list)
+        cache._set_lengths(change, last.request_list, layer, last.ends)
     return True

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _check_pair(cache: CacheState, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a layer; with inner stride 1."""
+    """K and V rows of a layer, with inner stride 1."""
     inner = (cache.kv_heads, cache.head_dim)
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x)
@@ -37,7 +37,7 @@ def _check_pair(cache: CacheState, k: torch.Tensor, v: torch.Tensor) -> tuple[to
 def check_rows(
     cache: CacheState, k: torch.Tensor, v: torch.Tensor, requests: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each request ``[requests, kv_heads, head_dim]``; looks at nothing that is on the device."""
+    """One token per request ``[requests, kv_heads, head_dim]``; reads nothing from the device."""
     k, v = _check_pair(cache, k, v)
     if k.dim() == 4:
         if k.shape[1] != 1:
@@ -63,7 +63,7 @@ def ragged(
     requests: Sequence[int] | None,
     seq_lens: Sequence[int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
-    """Packed rows ``[tokens, kv_heads, head_dim]``, and whose they are."""
+    """Packed rows ``[tokens, kv_heads, head_dim]``, the request of each part, and its number of tokens."""
     k, v = _check_pair(cache, k, v)
     if k.dim() == 4:
         if seq_lens is not None:
@@ -82,7 +82,7 @@ def ragged(
             " packed rows of several requests come with seq_lens"
         )
     if len(set(requests)) != len(requests):
-        raise ValueError(f"requests: expected {len(seq_lens)} different ones, got {requests}")
+        raise ValueError(f"requests: expected {len(seq_lens)} distinct ones, got {requests}")
     if max(requests, default=0) >= cache.max_requests:
         raise ValueError(f"requests: expected numbers below {cache.max_requests} (max_requests), got {requests}")
     for request, count in zip(requests, seq_lens, strict=True):

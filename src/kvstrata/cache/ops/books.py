@@ -62,7 +62,7 @@ def _by_format(cache: CacheState, numbers: list[int]) -> dict[str, int]:
 
 
 def _bits(cache: CacheState, pages: list[int], taken: list[int]) -> dict[str, float]:
-    """Bits per value of K and V: in whole pages, and by the widths of the formats of the tokens in them."""
+    """Bits per value of K and V: from whole pages, and from the widths of the formats of their tokens."""
     tokens = max(sum(taken), 1)
     sides: dict[str, float] = {}
     for side in ("k", "v"):
@@ -76,7 +76,7 @@ def _bits(cache: CacheState, pages: list[int], taken: list[int]) -> dict[str, fl
 
 
 def _slots_taken(cache: CacheState) -> list[int]:
-    """Occupied slots per tier; a shared page counts once, with the tokens of the owner that has most in it."""
+    """Occupied slots per tier; a shared page counts once, with the tokens of the owner that has the most in it."""
     first = np.arange(cache.buckets.max_pages) * cache.page_tokens
     taken = []
     for tier in range(len(cache.page_formats)):
@@ -90,13 +90,13 @@ def _slots_taken(cache: CacheState) -> list[int]:
 
 
 def check(cache: CacheState) -> None:
-    """Assert that owners, counts, positions and bytes agree; reads every page."""
+    """Assert that refcounts, counts, positions and bytes agree; reads every page."""
     table, count = cache.buckets.host_table, cache.buckets.host_count
     handles, owned = np.unique(table[table >= 0], return_counts=True)
     assert (cache.pool.owners(handles) == owned).all(), "a page has other owners than the tables say"
     place = np.broadcast_to(np.arange(table[0].size).reshape(table.shape[1:]), table.shape)[table >= 0]
     kept = np.unique(np.stack([table[table >= 0], place]), axis=1)
-    assert kept.shape[1] == len(handles), "a shared page at different places of its owners' lists"
+    assert kept.shape[1] == len(handles), "a shared page is at different indices of its owners' lists"
     used, reserve = int((cache.pool.refs > 0).sum()), cache.buckets.ahead.reserve
     assert (cache.pool.owners(reserve) == 1).all(), "a page in reserve has other owners"
     assert not np.isin(reserve, handles).any(), "a page in reserve is in a table"
@@ -131,7 +131,7 @@ def check(cache: CacheState) -> None:
 
 
 def _check_free_lists(cache: CacheState) -> None:
-    """Free pages are those without an owner, and running totals those of the slabs."""
+    """Assert that free pages have no owner, and that running totals equal the sums over slabs."""
     pool, free = cache.pool, cache.pool.free
     for t, per_slab in enumerate(pool.per_slab):
         slabs = np.flatnonzero(pool.tier == t)

@@ -1,4 +1,4 @@
-"""A cache copied request by request, into one of the same or of other sizes; the copy has pages of its own."""
+"""Copies a cache request by request, into a cache of the same or other sizes with its own pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Cache = TypeVar("Cache", bound=CacheState)
 
 
 def clone(cache: Cache, **changes: Any) -> Cache:
-    """Copy a cache, with other constructor arguments where given; BudgetExceeded if the requests do not fit."""
-    twin = type(cache)(**cache._arguments | changes)
+    """Copy a cache, optionally with other constructor arguments; BudgetExceeded if the requests do not fit."""
+    copy = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
-        put(twin, request, taken(cache, request))
-    twin.reports.set_steps(cache.reports.steps)
-    return twin
+        put(copy, request, taken(cache, request))
+    copy.reports.set_steps(cache.reports.steps)
+    return copy
 
 
 def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:
@@ -30,7 +30,7 @@ def parts(cache: CacheState) -> dict[int, dict[str, torch.Tensor]]:
 def restored(
     kind: type[Cache], arguments: dict[str, Any], requests: dict[int, dict[str, torch.Tensor]], steps: int = 0
 ) -> Cache:
-    """Make a cache from the requests that `parts` returned; ``steps`` of it were observed."""
+    """Create a cache from the requests that `parts` returned; ``steps`` decode steps were observed before."""
     cache = kind(**arguments)
     for request, tensors in requests.items():
         put(cache, request, tensors)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def crop_request(cache: CacheState, request: int, length: int) -> None:
-    """`TieredCache.crop`: plans every layer before it changes one."""
+    """`TieredCache.crop`; plans every layer before it changes any."""
     if length == 0:
         assign(cache, {}, [request])
         cache._use([request])

@@ -10,9 +10,9 @@
     balance            int8    [layers, kv_heads, head_dim]  powers of two; missing: all 0
     ahead_from         int64   [1]                    may be missing: the length to settle ahead from
 
-The metadata holds the version, the parameters of the cache and a digest of all tensors. What decides the meaning of
-the bytes must be the same in the cache that loads; the digest finds damage; and what a hostile file could still say
-(counts, positions, scales out of range) is checked tensor by tensor.
+The metadata holds the version, the parameters of the cache and a digest of all tensors. Parameters that determine the
+meaning of the bytes must be the same in the cache that loads. The digest detects damage; whatever a malicious file
+could still contain (counts, positions, scales out of range) is checked tensor by tensor.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def want(condition: object, message: str) -> None:
 
 
 def _read(cache: CacheState, path: str | PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose header is ours and whose digest agrees."""
+    """Tensors of a file whose header is ours and whose digest matches."""
     from safetensors import SafetensorError, safe_open
 
     want(not Path(path).is_dir(), "it is a folder")
@@ -157,7 +157,7 @@ def _read(cache: CacheState, path: str | PathLike[str]) -> dict[str, torch.Tenso
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused(f"not a whole safetensors file ({error})") from error
+        raise Refused(f"not a complete safetensors file ({error})") from error
     want(metadata.get("digest") == digest(tensors), "the digest differs: the file is damaged")
     return tensors
 
@@ -230,7 +230,7 @@ def load(cache: CacheState, path: str | PathLike[str]) -> int:
 
 
 def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill a request that is not in use with what `taken` gave; BudgetExceeded leaves the cache as it was."""
+    """Fill an unused request with the tensors that `taken` returned; BudgetExceeded leaves the cache unchanged."""
     cache._forget([request])
     with cache._operation() as change:
         _put(cache, change, request, tensors)
@@ -238,7 +238,7 @@ def put(cache: CacheState, request: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Pages, tables and numbers of the request; its part of the device's tables is written at once."""
+    """Set pages, tables and counters of the request; its part of the device's tables is written immediately."""
     buckets, count = cache.buckets, tensors["count"].numpy()
     changed = [(cache.centre[request], tensors["centre"])]
     if cache.balance is not None:
@@ -257,7 +257,7 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
             own.copy_(old)
         push()
 
-    change.undo(restore)  # the last to be undone, when the host's tables are restored
+    change.undo(restore)  # undone last, after the host's tables are restored
     cache._activate(change, [request])
     for tier, kind in enumerate(cache.page_formats):
         pages = tensors[f"pages.{tier}"].to(cache.device)

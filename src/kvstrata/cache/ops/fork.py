@@ -1,4 +1,4 @@
-"""Forking and freeing of requests: pages are shared by reference count and copied on write."""
+"""Forking and freeing requests: pages are reference counted and copied on write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
 
 
 def _give_back(pool: Pool) -> None:
-    """Give slabs back where more are empty than in use, as after beams that begin with a copy of the prompt each."""
+    """Free slabs if more are empty than in use, as after beam search that starts with copies of the prompt."""
     used = pool.slabs_in_use
     if pool.slab_count > 2 * used:
         pool.trim(spare=used // 4)

@@ -1,4 +1,4 @@
-"""Reading a cache back, head by head and sorted by position: for tests, tools and reference attention."""
+"""Reads a cache back, head by head and sorted by position: for tests, tools and reference attention."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A decode step in two parts, the second of which a graph can hold.
+"""A decode step in two parts, the second of which can be captured in a graph.
 
-    advance   the host: room for one more token of each request in all layers, settling where it is needed; counts and
-              lengths go up
-    write     the device: K and V of a layer into the slots that `advance` made, by the tables as they are when it runs
+    advance   host: room for one more token of each request in all layers, settling where needed; counts and lengths
+              increase
+    write     device: K and V of a layer go to the slots that `advance` made, according to the tables at that time
 
-`append` does both for one layer, and cannot be captured: the host has to know the layers of a step one by one.
+`append` does both for one layer and cannot be captured, because the host takes part in every layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvstrata.cache.policy import settle_cuda
 from kvstrata.cache.policy.ahead import coming, coming_tokens, lengths_then, places_of, plan_ahead
 from kvstrata.cache.policy.plan_op import plan_all
 from kvstrata.cache.policy.room import fits_plain
+from kvstrata.cache.policy.schedule import due
 from kvstrata.cache.policy.scopes import Place, check_plans, make_scopes, move_tokens, pairs
-from kvstrata.cache.policy.turns import due
 from kvstrata.cache.storage import table_cuda
 from kvstrata.cache.storage.tokens import Tokens
 
@@ -44,7 +44,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
     if int(cache._lengths.max()) >= cache.max_tokens:
         longest = int(cache._lengths[listed.ids].max())
         if longest >= cache.max_tokens:
-            raise ValueError(f"max_tokens: expected at least {longest + 1}, for one token more, got {cache.max_tokens}")
+            raise ValueError(f"max_tokens: expected at least {longest + 1}, for one more token, got {cache.max_tokens}")
     known = cache._due
     wanted = known[1] if known is not None and known[0] is listed.ids else due(cache, listed.ids)
     short = buckets.short(listed.ids, listed.where)
@@ -77,7 +77,7 @@ def advance(cache: CacheState, given: list[int]) -> None:
 
 
 def _pages_ahead(cache: CacheState, ids: np.ndarray) -> bool:
-    """Take pages that the next steps need, of some requests; False if there are none. See storage/pages_ahead.py."""
+    """Allocate pages for the next steps of some requests; False if there are none. See storage/pages_ahead.py."""
     buckets, left = cache.buckets, cache.buckets.left[ids]
     if left.min() > buckets.ahead.soon:
         return False
@@ -90,7 +90,7 @@ def _pages_ahead(cache: CacheState, ids: np.ndarray) -> bool:
 
 
 def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]:
-    """Return a function that counts one more plain token of these requests in every layer, without allocating."""
+    """Function that counts one more plain token of these requests in every layer, without allocating."""
     buckets = cache.buckets
     if cache.device.type != "cpu" and listed.launch is None:
         listed.launch = _count_on_device(cache, listed.ids)
@@ -107,7 +107,7 @@ def _prepare_count(cache: CacheState, listed: RequestList) -> Callable[[], None]
 
 
 def _count_on_device(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
-    """A launch, or two, that follow the host's counts; may run again and again."""
+    """One or two launches that update the device's counts to the host's; may run repeatedly."""
     buckets, lengths = cache.buckets, cache._device_lengths
     if buckets.by_cuda:
         return table_cuda.count_up(buckets, buckets.device_ids(ids), lengths)
@@ -122,7 +122,7 @@ def _count_on_device(cache: CacheState, ids: np.ndarray) -> Callable[[], None]:
 
 
 def _settle(cache: CacheState, change: Transaction, given: list[int], ids: np.ndarray, wanted: np.ndarray) -> None:
-    """Settle places, ``wanted [requests, layers]``: by plans that were made ahead, and the rest by one made now."""
+    """Settle places, ``wanted [requests, layers]``: with plans made ahead, and the rest with one made now."""
     rest = wanted.copy()
     for ahead in cache._ahead:
         rest &= ~ahead.carry_out(change, ids, rest)
@@ -134,7 +134,7 @@ def _settle(cache: CacheState, change: Transaction, given: list[int], ids: np.nd
 
 
 def _settle_cuda(cache: CacheState, change: Transaction, places: list[Place], given: set[int]) -> bool:
-    """Settle by kernels, with the tokens to come planned as if they were there; False if that does not fit."""
+    """Settle with kernels, planning the coming tokens as if they were stored; False if that does not fit."""
     planned = settle_cuda.plan(cache, places, lengths_then(cache, places, given), coming(cache, places, given))
     if any(needed is not None for needed in planned.needed):
         return False
@@ -143,11 +143,12 @@ def _settle_cuda(cache: CacheState, change: Transaction, places: list[Place], gi
 
 
 def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[int]) -> torch.Tensor:
-    """With room for one plain token more of each given request; or BudgetExceeded.
+    """Targets that leave room for one more plain token of each given request; raises BudgetExceeded if there are none.
 
-    Planned as if it were there. Where that does not fit, for the tokens that are, with a slot to spare: one token less
-    is no longer recent, which may save a page. Where that does not either, the token may have room as it is: a plan
-    pays for shared pages once an owner.
+    Planned first as if the token were stored. If that does not fit, planned for the existing tokens with a slot to
+    spare: then one token fewer leaves the recent ones, which may save a page. If that does not fit either, the token
+        may still
+    fit without settling: a plan charges shared pages to every owner.
     """
     now, then = lengths_then(cache, places, set()), lengths_then(cache, places, given)
     scopes = make_scopes(cache, places, Tokens.cat([tokens, coming_tokens(cache, places, given)]), then)

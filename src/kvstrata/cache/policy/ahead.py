@@ -1,11 +1,11 @@
-"""Settling a step ahead: `advance` plans what the next step will have to move, and the next `advance` moves it.
+"""Settling one step ahead: `advance` plans the moves of the next step, and the next `advance` executes them.
 
-    advance n    moves planned at n - 1, room, counts ──▶ plan for n + 1, queued; its counts come to the host
-    step n       the captured graph runs behind it
-    advance n+1  counts are there: pages, moves, without waiting
+    advance n    moves planned at n - 1, room, counts ──▶ plan for n + 1 is queued; its counts are copied to the host
+    step n       the captured graph runs after it
+    advance n+1  counts have arrived: pages and moves, without waiting
 
-The token of step n is counted when the plan is made, but its page does not hold it yet: planners know its position. A
-plan stays valid for a request until anything but `advance`, `write` and `update_importance` touches it.
+The token of step n is counted when the plan is made, but is not in its page yet: planners know its position. A plan
+stays valid for a request until anything but `advance`, `write` and `update_importance` changes the request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvstrata.cache.storage.transaction import is_out_of_memory
 from . import ahead_cuda, settle_cuda
 from .importance import initial, initial_of
 from .plan_op import plan_all
+from .schedule import due
 from .scopes import Place, make_scopes, move_tokens, pairs, scopes_of
-from .turns import due
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def places_of(cache: CacheState, ids: np.ndarray, wanted: np.ndarray) -> list[Place]:
-    """Places with a True in ``wanted [requests, layers]``, layer by layer, with all that share their bytes."""
+    """Places with a True in ``wanted [requests, layers]``, layer by layer, with all requests that share their bytes."""
     places: list[Place] = []
     for layer in np.flatnonzero(wanted.any(0)).tolist():
         places += [(layer, scope) for scope in scopes_of(cache, ids[wanted[:, layer]].tolist())]
@@ -40,7 +40,7 @@ def places_of(cache: CacheState, ids: np.ndarray, wanted: np.ndarray) -> list[Pl
 
 
 def lengths_then(cache: CacheState, places: Sequence[Place], given: set[int]) -> list[list[int]]:
-    """Lengths of the requests of places with one more token of those given."""
+    """Lengths of the requests of places, with one more token for those in ``given``."""
     return [[int(cache._lengths[r, layer]) + (r in given) for r in scope] for layer, scope in places]
 
 
@@ -64,7 +64,7 @@ def coming_tokens(cache: CacheState, places: Sequence[Place], given: set[int]) -
 
 
 class Ahead:
-    """A plan for places whose requests get one more token each; ``valid`` are those that nothing else has touched."""
+    """A plan for places whose requests get one more token each; ``valid`` requests have not been changed since."""
 
     def __init__(self, cache: CacheState, places: list[Place], given: Sequence[int]) -> None:
         self._cache, self.places, self.valid = cache, places, set(given)
@@ -92,14 +92,14 @@ class Ahead:
         needed = self._planned.needed if self._planned is not None else self._plans.needed
         row_of, chosen = {request: i for i, request in enumerate(ids.tolist())}, []
         for (layer, scope), least in zip(self.places, needed, strict=True):
-            if cache.budget.shared:  # a plan for all, or for none
+            if cache.budget.shared:  # one plan for all requests: valid for all or for none
                 fits = usable == self._given == set(ids.tolist()) and set(scope) == cache._active
             else:
                 fits = scope[0] in usable
-            asked = [row_of[r] for r in scope if r in row_of]
-            chosen.append(fits and least is None and bool(wanted[asked, layer].any()))
+            rows = [row_of[r] for r in scope if r in row_of]
+            chosen.append(fits and least is None and bool(wanted[rows, layer].any()))
             if chosen[-1]:
-                done[asked, layer] = True
+                done[rows, layer] = True
         if not any(chosen):
             return done
         if self._planned is not None:
@@ -109,13 +109,13 @@ class Ahead:
         places = [place for place, one in zip(self.places, chosen, strict=True) if one]
         kept = cache.pool.to_device(np.repeat(chosen, [len(scope) * cache.kv_heads for _, scope in self.places]))
         target = self._plans.target[: len(self._head_cache)][kept[self._head_cache]]
-        tokens = cache.buckets.snapshots(*pairs(places))  # in the same order, with what was written since
+        tokens = cache.buckets.snapshots(*pairs(places))  # in the same order, including what was written since
         move_tokens(cache, change, places, tokens, target)
         return done
 
 
 def _with_unwritten(cache: CacheState, places: Sequence[Place], given: set[int]) -> Tokens:
-    """Tokens of places; the last plain token of each request given is counted, and its page does not hold it yet."""
+    """Tokens of places; the last plain token of each given request is counted but not in its page yet."""
     layers, requests = (np.array(x) for x in pairs(places))
     tokens = cache.buckets.snapshots(layers.tolist(), requests.tolist())
     last = cache.buckets.host_count[requests, layers, :, 0].astype(np.int64) - 1
@@ -132,7 +132,7 @@ def _with_unwritten(cache: CacheState, places: Sequence[Place], given: set[int])
 
 
 def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
-    """Plan for the next token of these requests, where it will have to settle."""
+    """Plan for the next token of these requests, in places where it will have to settle."""
     able = ids
     if int(cache._lengths.max()) >= cache.max_tokens:
         able = ids[cache._lengths[ids].max(1) < cache.max_tokens]
@@ -147,5 +147,5 @@ def plan_ahead(cache: CacheState, ids: np.ndarray) -> None:
         else:
             cache._ahead.append(Ahead(cache, places_of(cache, able, wanted), able.tolist()))
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):  # else the next step plans for itself
+        if not is_out_of_memory(error):  # otherwise the next step plans for itself
             raise

@@ -1,4 +1,4 @@
-"""A plan made a step ahead by kernels (ahead.py), where each request has bytes of its own: arrays instead of lists."""
+"""A plan made one step ahead by kernels (ahead.py), if each request has its own bytes: arrays instead of lists."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def supports(cache: CacheState) -> bool:
-    """True if places of this cache are planned by kernels, each on its own."""
+    """True if kernels plan the places of this cache, each place on its own."""
     return not cache.budget.shared and settle_cuda.supports(cache)
 
 
 class DeviceAhead:
-    """A plan for places, each a (request, layer), with one more token; ``valid`` requests are as they were then."""
+    """A plan for places, each a (request, layer), with one more token; ``valid`` requests are unchanged since."""
 
     def __init__(self, cache: CacheState, ids: np.ndarray, wanted: np.ndarray) -> None:
-        """``wanted [requests, layers]``: places to plan; the last token of each is counted and not written yet."""
+        """``wanted [requests, layers]``: places to plan; the last token of each is counted but not written yet."""
         self._cache, self._ids, self.valid = cache, ids, set(ids.tolist())
         layers, row = np.nonzero(wanted.T)
         requests = ids[row]
@@ -47,7 +47,7 @@ class DeviceAhead:
             row[[r for r in self._ids.tolist() if r not in self.valid]] = -1
         rows = row[planned.requests]
         chosen = (rows >= 0) & wanted[rows, planned.layers]
-        if not chosen.any():  # nor is the device waited for
+        if not chosen.any():  # return without waiting for the device
             return done
         chosen &= [needed is None for needed in planned.needed]
         if chosen.any():

@@ -1,8 +1,8 @@
-"""The balance of K: a power of two for each channel that K is divided by when it is stored, and queries multiplied by.
+"""Balance of K: a power of two per channel; stored K is divided by it and queries are multiplied by it.
 
-All rows of a cache are divided, plain ones too. That is exact, so plain rows give the same scores as without a balance,
-a token that is quantised later needs nothing but what is stored, and decode multiplies one query for all tiers. A
-request's balance in a layer is fixed by its first token there.
+All rows of a cache are divided, including plain ones. Division is exact, so plain rows give the same scores as without
+a balance, a token that is quantised later needs only its stored row, and decode multiplies one query for all tiers. The
+balance of a request in a layer is fixed by its first token there.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: 
 
 
 def put_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
-    """`set_balance` of a balance that is known to be right, without a look at it."""
+    """`set_balance` without checks."""
     assert cache.balance is not None
     cache.balance[cache.pool.to_device(np.asarray(requests, np.int64)), layer] = exponents(balance).to(cache.device)

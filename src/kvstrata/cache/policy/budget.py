@@ -1,26 +1,26 @@
-"""The budget: how many bytes the pages of a layer may take, and what was allocated.
+"""The budget: how many bytes the pages of a layer may take, and how many are allocated.
 
-Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are paid), unused
-pages of a slab (one slab per tier is held in reserve for them), tables, centres.
+Everything is charged: codes, scales, positions, importance, unused slots of a page (whole pages are charged), unused
+pages of a slab (one slab per tier is set aside for them), tables, centres.
 
 An absolute budget is split evenly over the layers; in a layer all requests share it. A fraction is granted to every
-request and layer on its own, so what happens to a request does not depend on its neighbours:
+request and layer separately, so a request does not depend on the others in the batch:
 
     allowed(n) = max(fraction * 16-bit bytes of n tokens, floor(min(n, floor_tokens)))
     floor(n)   = need(n) + extra * older tokens
     need(n)    = sink and recent tokens and room in whole 16-bit pages, the rest and one page in the lowest tier,
-                 tables, reserve
+                 tables, slab reserve
 
-The second term is the floor: short contexts, of which 16-bit tokens are a large part, may always take what they
-need with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
-``settle_every`` is less: recent tokens that fill their pages would settle at every step without it. Tokens are never
-promoted, so an older token of a short context also has the bytes above the lowest tier (``floor_extra``) that the
+The second term is the floor: in short contexts, 16-bit tokens are a large part, and a request may always take what it
+needs with everything older in the lowest tier. The room is for the tokens between two settlings, half a page unless
+``settle_every`` is less: without it, recent tokens that fill their pages would settle at every step. Tokens are never
+promoted, so an older token of a short context also gets the bytes above the lowest tier (``floor_extra``) that the
 fraction affords at `early` tokens, unless the widest tier is K8V8 and little is lost anyway. ``floor_tokens`` is where
 the fraction overtakes the floor: `early`, or where it overtakes the need without an extra; for a fraction that never
 does, it is one page more than sink and recent tokens.
 
-Where the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
-at 16 bit would take twice the bytes of a decode step, for an error of a ten-thousandth.
+If the widest tier is K8V8, a fraction allows no more than that tier takes, however much it could pay for: old tokens
+at 16 bit would double the bytes of a decode step, to avoid an error of a ten-thousandth.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import numpy as np
 
 from kvstrata.checks import check_int
 
-# Lists of tiers, the lowest last: close in width around what a budget affords, and 8 bit for the few tokens that get
-# most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error and the
-# cost of a decode step, docs/decisions.md.
+# Tier lists, lowest tier last: formats close in width around what a budget affords, and 8 bit for the few tokens that
+# receive most of the attention. Chosen by KL on packed bytes, docs/quality.md; the first two by bytes, expected error
+# and the cost of a decode step, docs/decisions.md.
 TIERS: tuple[tuple[str, ...], ...] = (
     ("K8V8",),
     ("K8V8", "K8V4"),
@@ -50,24 +50,24 @@ NO_FRACTION = ("K4V4", "K3V3", "K2V2")
 
 
 def _lowest(names: tuple[str, ...]) -> float:
-    """Bits of codes per value of the lowest tier."""
+    """Bits of codes per value in the lowest tier."""
     return (int(names[-1][1]) + int(names[-1][3])) / 2
 
 
 def tiers_for(bits: float) -> tuple[str, ...]:
-    """The tiers for older tokens with so many bits of codes per value, K and V averaged."""
+    """Tiers for older tokens with ``bits`` bits of codes per value, averaged over K and V."""
     return next((names for names in TIERS if _lowest(names) <= bits - 0.5), TIERS[-1])
 
 
 class DefaultFraction(float):
-    """A default for ``budget`` that can be told from the same number given by the caller."""
+    """A default for ``budget`` that can be distinguished from the same number passed by the caller."""
 
 
 DEFAULT = DefaultFraction(0.25)
 
 
 def check_budget(budget: float | None, budget_bytes: int | None) -> int | float | None:
-    """The limit that the two arguments ask for: bytes (int), a fraction below 1 (float), or None for no limit."""
+    """Limit that the two arguments specify: bytes (int), a fraction below 1 (float), or None for no limit."""
     if budget_bytes is not None:
         if budget is not None and not isinstance(budget, DefaultFraction):
             raise ValueError(f"budget: expected to be left out, since budget_bytes is given, got {budget!r}")
@@ -83,7 +83,7 @@ def check_budget(budget: float | None, budget_bytes: int | None) -> int | float 
 
 
 class BudgetExceeded(RuntimeError):
-    """The tokens do not fit the budget with everything in the lowest tier; the cache is as it was before the call.
+    """The tokens do not fit the budget even with everything in the lowest tier; the cache is unchanged.
 
     Attributes are ``needed`` and ``allowed`` bytes.
 
@@ -106,11 +106,11 @@ class BudgetExceeded(RuntimeError):
 class Memory:
     """Bytes, each counted once: ``total == sum(kinds.values())``, and ``kinds["slabs"]`` splits further.
 
-    ``tiers``: pages in use per format. ``page_slack``: of these, slots without a token. ``slab_slack``: of the
-    slabs, what no page uses. ``k_bits``, ``v_bits``: bits per value of K and of V in the pages in use, codes or rows
-    and scales, whole pages over the tokens in them. ``expected_k_bits``, ``expected_v_bits``: the mean of the formats'
-    widths and scales by the tokens in each. The former are larger by the empty slots of pages, and by the padding of
-    codes where a format has any.
+    ``tiers``: bytes of pages in use per format. ``page_slack``: bytes of their slots without a token. ``slab_slack``:
+    bytes of slabs that no page uses. ``k_bits``, ``v_bits``: bits per value of K and of V in the pages in use, codes or
+    rows and scales, whole pages divided by the tokens in them. ``expected_k_bits``, ``expected_v_bits``: mean width of
+    the formats, including scales, weighted by the tokens in each. The former are larger by the empty slots of pages,
+    and by the padding of codes where a format has any.
     """
 
     kinds: dict[str, int]
@@ -118,9 +118,9 @@ class Memory:
     page_slack: int
     slab_slack: int
     tokens: dict[str, int] = field(default_factory=dict)  # per tier, over layers and KV heads
-    full: int = 0  # all tokens appended, those evicted since included, at the model's precision, without any table
+    full: int = 0  # all tokens appended, including evicted ones, at the model's precision, without tables
     allowed: int | None = None
-    scratch: int = 0  # of decode plans that are alive; neither in ``total`` nor under the budget
+    scratch: int = 0  # bytes of live decode plans; neither in ``total`` nor under the budget
     k_bits: float = 0.0
     v_bits: float = 0.0
     expected_k_bits: float = 0.0
@@ -145,16 +145,16 @@ class Budget:
     kv_heads: int
     token_bytes: int  # K and V of one KV head at the model's precision
     kept: int  # sink and recent tokens
-    room: int  # plain tokens beside them that the floor has pages for
+    room: int  # plain tokens in addition to ``kept`` that the floor has pages for
     page_tokens: int
     page_price: tuple[int, ...]  # per tier
     fixed: int  # tables, centres
-    reserve: int  # one slab per tier
+    reserve: int  # bytes set aside for partly filled slabs: one slab per tier
     max_requests: int
     max_tokens: int
     look_ahead: int = 0  # tokens beyond max_tokens that `granted_by_length` covers
-    ceiling_room: int | None = None  # plain tokens beside ``kept`` under the ceiling of 8 bit; None: no ceiling
-    shares: tuple[float, ...] = ()  # of the bytes above the need, by layer, with a mean of 1; empty: all layers alike
+    ceiling_room: int | None = None  # plain tokens in addition to ``kept`` under the ceiling of 8 bit; None: no ceiling
+    shares: tuple[float, ...] = ()  # share of the bytes above the need by layer, mean 1; empty: all layers alike
 
     def __post_init__(self) -> None:
         if type(self.amount) is int and self.amount < self.fixed + self.reserve:
@@ -169,12 +169,12 @@ class Budget:
 
     @cached_property
     def overhead(self) -> int:
-        """Tables and reserve as charged to one request and layer."""
+        """Tables and slab reserve as charged to one request and layer."""
         return -(-(self.fixed + self.reserve * self.max_requests) // (self.max_requests * self.layers))
 
     @cached_property
     def overtakes(self) -> float:
-        """Tokens from which a fraction is more than the need; inf for never."""
+        """Number of tokens from which a fraction exceeds the need; inf for never."""
         low = self.page_price[-1]
         gain = self.kv_heads * (float(self.amount or 0) * self.token_bytes - low / self.page_tokens)
         plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0] + 2 * low
@@ -188,7 +188,7 @@ class Budget:
 
     @cached_property
     def floor_extra(self) -> float:
-        """Bytes above the lowest tier that the floor has for an older token of a KV head."""
+        """Bytes above the lowest tier that the floor grants an older token of a KV head."""
         if not isinstance(self.amount, float) or self.ceiling_room is not None or self.overtakes >= self.early:
             return 0.0
         slack = self.amount * self.token_bytes * self.early - float(self._need_rising(self.early)) / self.kv_heads
@@ -211,7 +211,7 @@ class Budget:
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[-1])
 
     def floor(self, tokens: int) -> int:
-        """Bytes that one request and layer may take however small the fraction is."""
+        """Bytes that one request and layer may take, however small the fraction is."""
         tokens = min(tokens, self.floor_tokens)
         return self.need(tokens) + int(self._extra(tokens))
 
@@ -221,7 +221,7 @@ class Budget:
         return (self.kv_heads * self.floor_extra * older).astype(np.int64)
 
     def _need_rising(self, tokens: int | np.ndarray) -> np.ndarray:
-        """`need` with its pages taken as fractions, so that it grows with every token; never below it."""
+        """`need` with fractional pages, so that it grows with every token; never below `need`."""
         plain = -(-(self.kept + self.room) // self.page_tokens) * self.page_price[0]
         old = 2 + np.maximum(tokens - self.kept, 0) / self.page_tokens
         return self.overhead + self.kv_heads * (plain + old * self.page_price[-1])
@@ -229,7 +229,7 @@ class Budget:
     def ceiling(self, tokens: int, room: int) -> int:
         """Bytes of one request and layer with old tokens in the widest tier and ``room`` for new ones."""
         plain = -(-min(tokens, self.kept + room) // self.page_tokens)
-        lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + len(self.page_price) - 1  # tiers end in open pages
+        lossy = -(-max(tokens - self.kept, 0) // self.page_tokens) + len(self.page_price) - 1  # an open page per tier
         return self.overhead + self.kv_heads * (plain * self.page_price[0] + lossy * self.page_price[1])
 
     def granted(self, tokens: int) -> int:
@@ -242,7 +242,7 @@ class Budget:
     def granted_at(
         self, layers: int | Sequence[int] | np.ndarray, tokens: int | Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """Bytes that a fraction allows requests with so many tokens in these layers; both are broadcast."""
+        """Bytes that a fraction allows requests with ``tokens`` tokens in these layers; both are broadcast."""
         granted = self.granted_by_length[tokens]
         if not self.shares:
             return granted
@@ -272,7 +272,7 @@ class Budget:
 
     @cached_property
     def granted_by_length(self) -> np.ndarray:
-        """`granted` of 0 .. max_tokens + look_ahead tokens, int64: a step looks lengths up."""
+        """`granted` for 0 .. max_tokens + look_ahead tokens, int64, as a lookup table for steps."""
         heads, price, p = self.kv_heads, self.page_price, self.page_tokens
         tokens = np.arange(self.max_tokens + self.look_ahead + 1)
 
@@ -290,14 +290,14 @@ class Budget:
 
     @cached_property
     def slack_by_length(self) -> np.ndarray:
-        """Bytes of `granted` above the need, such that they never shrink with a token."""
+        """Bytes of `granted` above the need, made non-decreasing in the number of tokens."""
         tokens = np.arange(self.max_tokens + self.look_ahead + 1)
         return np.maximum(self.granted_by_length - self._need_rising(tokens), self._extra(tokens))
 
     def allowed(self, lengths: np.ndarray, requests: int) -> int | None:
-        """Bytes allowed for the whole cache with these lengths, int ``[max_requests, layers]``; so many are in use.
+        """Bytes allowed for the whole cache with ``lengths``, int ``[max_requests, layers]``; ``requests`` are in use.
 
-        The lengths of requests that are not in use are 0.
+        Lengths of unused requests are 0.
         """
         if self.amount is None:
             return None
@@ -310,12 +310,12 @@ class Budget:
 
 
 def default_tiers(amount: int | float | None, expected: Callable[[Sequence[str]], Budget]) -> tuple[str, ...]:
-    """The tiers of a cache whose user names none; ``expected`` gives the budget with a list of tiers.
+    """Default tiers of a cache; ``expected`` returns the budget for a given list of tiers.
 
     For a fraction, the best list with which it overtakes its need (see above) by `Budget.early` tokens. Tokens are
-    never promoted, so what a prompt has to give up at a length where recent tokens take most of the fraction is gone;
-    the floor of a higher lowest tier keeps it. An absolute budget says nothing about the bytes of a token: one list for
-    all.
+    never promoted, so bits that a prompt loses at a length where recent tokens take most of the fraction are lost for
+    good; the floor of a higher lowest tier preserves them. An absolute budget does not determine the bytes per token,
+    so it has one list for all.
     """
     if not isinstance(amount, float):
         return NO_FRACTION

@@ -1,11 +1,11 @@
-// The centres of K of places, each a (request, layer) of which nothing is quantised yet; the definition is centre.py.
+// Centres of K of places, each a (request, layer) in which nothing is quantised yet; the definition is centre.py.
 //
-//   sum     a block per place and KV head: means of its first tokens, plain and turned back by either pairing, and the
+//   sum     a block per place and KV head: means of its first tokens, plain and rotated back by either pairing, and the
 //           squares of their lengths
-//   finish  a block per place: the pairing with the longest means over all heads, turned to the positions ahead
-//   store   a block per place: into the cache, when nothing can fail any more
+//   finish  a block per place: the pairing with the longest means over all heads, rotated to the positions ahead
+//   store   a block per place: copies to the cache, when nothing can fail any more
 //
-// Sums go by position in the order of centre.py, 32 at a time: they depend on nothing but the tokens of the head.
+// Sums are taken by position in the order of centre.py, 32 at a time: they depend only on the tokens of the head.
 #include "fp8.cuh"
 #include "numbers.cuh"
 #include "page.cuh"
@@ -20,18 +20,18 @@ struct Params {
   const int* begun;      // [5, n]: request * layers + layer, index of the place, new tokens, their first row and position
   const int* places;     // [2, places]: request * layers + layer, number in `begun` or -1; [1, places] if n is 0
   const float2* turns;   // [kTokens, pairs] cos and sin at each position
-  const float2* ahead;   // [n, pairs] their means over the positions to plan for
+  const float2* ahead;   // [n, pairs] their means over the positions of the horizon
   const char* k;         // new rows
   float* means;          // [n, heads, kPairings, D]
   float* lengths;        // [n, heads, kPairings]
   float* centres;        // [places, heads, D]
-  float* stored;         // [requests, layers, heads, D], of the model's K
-  const signed char* balance;  // the same shape, or null: rows, and `centres`, are divided by 2 to the power
+  float* stored;         // [requests, layers, heads, D], in the space of the model's K
+  const signed char* balance;  // same shape, or null: rows, and `centres`, are divided by 2 to this power
   i64 token_stride, head_stride;  // of new rows, in bytes
   int n, places_, heads, tiers, max_pages, units, page_shift, position_offset, dim, pairs;
 };
 
-// 2 to the power of channel i, the sign of the power turned if `inverse`; `powers` may be null.
+// 2 to the power of channel i, or its inverse; `powers` may be null.
 __device__ __forceinline__ float factor(const signed char* powers, i64 i, bool inverse = false) {
   if (!powers) return 1.f;
   return __int_as_float((127 + (inverse ? -powers[i] : powers[i])) << 23);
@@ -44,14 +44,14 @@ __device__ __forceinline__ int2 channels(int pairing, int i, int pairs) {
 
 template <class In, class Position>
 __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p) {
-  extern __shared__ float partial[];  // [3, kChunks, D / 2]: sums of both channels, how many took part in 16 bits each
+  extern __shared__ float partial[];  // [3, kChunks, D / 2]: sums of both channels, and their counts in 16 bits each
   __shared__ const In* rows[kTokens];  // by position, null for none
   __shared__ float squares[kPairings][kThreads / 32];
   const int number = blockIdx.x / p.heads, head = blockIdx.x % p.heads, columns = p.dim / 2;
   const i64 bucket = (static_cast<i64>(p.begun[number]) * p.heads + head) * p.tiers;
   const int fresh = p.k ? p.begun[2 * p.n + number] : 0, begin = p.begun[4 * p.n + number];
   {
-    const int position = threadIdx.x;  // one a thread
+    const int position = threadIdx.x;  // one per thread
     const i64 row = static_cast<i64>(p.begun[3 * p.n + number]) + position - begin;
     const bool is_new = position >= begin && position - begin < fresh;
     rows[position] = is_new ? reinterpret_cast<const In*>(p.k + row * p.token_stride + head * p.head_stride) : nullptr;

@@ -1,16 +1,16 @@
-"""The centre of K: one vector per request, layer and KV head, subtracted before K is quantised.
+"""Centre of K: one vector per request, layer and KV head, subtracted before K is quantised.
 
-It is fixed by the first tokens that are there when the first of them is quantised, and must not change while tokens
-that were quantised with it are alive. It should be near the mean of all that will come. Without RoPE that is the mean
-of those tokens. With it the mean moves: what is common to all tokens is turned by their positions. So they are turned
-back, their mean is taken, and turned to all positions up to the horizon: the mean of that is the centre. A pair of
-channels that turns fast has none, however few tokens there are.
+It is computed from the first tokens present when the first of them is quantised, and must not change while tokens that
+were quantised with it are alive. It should be near the mean of all future tokens. Without RoPE that is the mean of the
+present tokens. With RoPE the mean moves, because the common part of all tokens is rotated by their positions. So rows
+are rotated back to position 0 and averaged, and the centre is the mean of the result rotated to all positions up to the
+horizon. For a pair of channels that rotates fast it is near 0, however few tokens there are.
 
-How RoPE pairs channels, (i, i + n) or (2i, 2i + 1), is not asked for: turned back rightly, rows have the longest means
-(over all heads of a layer, which has one RoPE), and where neither are longer than the plain ones, these stay. Where
-positions are counted from does not matter.
+It need not be known how RoPE pairs channels, (i, i + n) or (2i, 2i + 1): with the right pairing, rows rotated back have
+the longest means (over all heads of a layer, which has one RoPE). If neither pairing gives longer means than the plain
+ones, the plain means are used. The origin of positions does not matter.
 
-Values that are not finite, or too large for fp16, do not take part: one broken token would shift all others.
+Values that are not finite, or too large for fp16, are ignored: one broken token would shift all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Tokens
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import factors
-from kvstrata.quant.rope import mean_turn
+from kvstrata.quant.rope import mean_rotation
 
 from .balance import factors_of
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
-HORIZON = 2048  # least number of positions to plan for, up to max_tokens
+HORIZON = 2048  # minimum number of positions to average over, up to max_tokens
 STRIDE = 32  # sequential additions per partial sum
-TABLE = 1 << 24  # most values per batch of requests
+TABLE = 1 << 24  # maximum number of values per batch of requests
 
 
 def fix_centres(
@@ -53,8 +53,8 @@ def fix_centres(
 ) -> torch.Tensor:
     """Centres of stored K of requests, each in its layer, float32 ``[pairs * kv_heads, D]``.
 
-    Stored rows are divided by the balance, and so are these; ``cache.centre`` holds those of the model's K. Those
-    whose first tokens are about to be quantised are computed, and stored when the transaction completes.
+    Stored rows are divided by the balance, and so are these; ``cache.centre`` is in the space of the model's K. Centres
+    of requests whose first tokens are about to be quantised are computed, and stored when the transaction completes.
     """
     places = cache.pool.to_device(np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64))
     stored = cache.centre.flatten(0, 1)
@@ -79,7 +79,7 @@ def fix_centres(
 
 
 def _stored(cache: CacheState, centres: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Centres ``[places, kv_heads, D]`` of the model's K as those of stored K, ``[places * kv_heads, D]``."""
+    """Convert centres ``[places, kv_heads, D]`` of the model's K to those of stored K, ``[places * kv_heads, D]``."""
     if cache.balance is not None:
         centres = centres * factors(-cache.balance.flatten(0, 1)[places])
     return centres.flatten(0, 1)
@@ -120,7 +120,7 @@ def _of_rows(
 ) -> torch.Tensor:
     """`centre_of` the rows ``k [n, D]``; ``slots``: head cache and position of each, ``shape``: requests and heads."""
     if rope and (loops := _numba(k.device.type)) is not None:
-        by = turns(tuple(rope), CENTRE_TOKENS, k.device)
+        by = rope_tables(tuple(rope), CENTRE_TOKENS, k.device)
         means = loops.means(k, slots, shape[0] * shape[1], CENTRE_TOKENS, STRIDE, by)
         return _ahead([x.unflatten(0, shape) for x in means], rope, positions)
     table, takes_part = _table(k, slots, shape[0] * shape[1])
@@ -139,7 +139,7 @@ def _numba(device: str) -> ModuleType | None:
 def _first_rows(
     cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: NewRows | None
 ) -> torch.Tensor:
-    """K of plain tokens, new ones among them: float32 ``[n, D]``."""
+    """K of plain tokens, including new ones: float32 ``[n, D]``."""
     new = (tokens.tier == NEW).nonzero().flatten()
     if len(new) == len(tokens) and fresh is not None:
         return fresh.k.index_select(0, tokens.slot).float()
@@ -172,25 +172,25 @@ def _table(
 
 
 def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Number of positions to plan for: twice the tokens so far, since the final length is unknown."""
+    """Number of positions to average over: twice the tokens so far, since the final length is unknown."""
     return (2 * tokens).clamp(min=HORIZON).clamp(max=most)
 
 
 def centre_of(
     table: torch.Tensor, takes_part: torch.Tensor, rope: Sequence[float], positions: torch.Tensor
 ) -> torch.Tensor:
-    """The centres of the heads of requests: float32 ``[requests, heads, D]``.
+    """Centres of the heads of requests: float32 ``[requests, heads, D]``.
 
     Args:
         table: float32 ``[requests, heads, positions, D]``, zero where ``takes_part`` is False.
-        takes_part: bool, of the same shape, or with one value for all of D: values that there are.
-        rope: radians a position, of pairs of channels; empty where K is not turned.
-        positions: how many there will be, of each request ``[requests]``.
+        takes_part: bool, same shape, or with one value for all of D: which values exist.
+        rope: radians per position of channel pairs; empty if K is not rotated.
+        positions: number of positions to average over, per request ``[requests]``.
     """
     if not rope:
         return _means([table], [takes_part])[0]
     n = len(rope)
-    cos, sin = turns(tuple(rope), table.shape[2], table.device)
+    cos, sin = rope_tables(tuple(rope), table.shape[2], table.device)
     tables, parts = [table], [takes_part]
     for one, two in _pairs(n):
         x, y, both = table[..., one], table[..., two], takes_part
@@ -208,10 +208,10 @@ def _pairs(n: int) -> tuple[tuple[slice, slice], ...]:
 
 
 def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
-    """Centres from the means of rows as they are, then turned back: ``x`` and ``y`` for each of `_pairs`."""
+    """Centres from the means of the rows as they are, then rotated back: ``x`` and ``y`` for each of `_pairs`."""
     plain, *turned = means
     angle = torch.tensor(rope, dtype=torch.float64).to(plain.device)
-    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_turn(angle, positions))
+    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_rotation(angle, positions))
     centre, longest = plain, _length(plain)
     for (one, two), x, y in zip(_pairs(len(rope)), turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
@@ -224,7 +224,7 @@ def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Te
 
 
 @lru_cache(maxsize=8)
-def turns(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cos and sin of each pair's angle at each position: float32 ``[positions, pairs]``."""
     angle = torch.tensor(rope, dtype=torch.float64).to(device)
     turn = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * angle
@@ -232,7 +232,7 @@ def turns(rope: tuple[float, ...], positions: int, device: torch.device) -> tupl
 
 
 def _length(mean: torch.Tensor) -> torch.Tensor:
-    """Squares of ``[requests, heads, D]``, summed by request; head by head, for the reason that `_sum` has."""
+    """Sum of squares of ``[requests, heads, D]`` per request; head by head, for the same reason as in `_sum`."""
     total = torch.zeros_like(mean[:, 0, 0])
     for head in mean.square().sum(-1).unbind(1):
         total = total + head
@@ -240,9 +240,9 @@ def _length(mean: torch.Tensor) -> torch.Tensor:
 
 
 def _means(tables: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Over positions, the last dimension but one, of the values in each table that take part; others are 0.
+    """Means over positions, the second to last dimension, of the values in each table that take part; others are 0.
 
-    All are summed in one go. How many take part is a sum of float32 too, which is exact and adds in the same way.
+    All are summed together. Their counts are float32 sums too, which are exact and added in the same order.
     """
     flags = {id(part): part for part in parts}
     columns = [*tables, *(part.float() for part in flags.values())]
@@ -252,7 +252,7 @@ def _means(tables: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.
 
 
 def _sum(table: torch.Tensor) -> torch.Tensor:
-    """Over positions, one by one: a sum over a dimension may go in another order when there are more head caches."""
+    """Sum over positions, one by one: a torch sum could change its order with the number of head caches."""
     if table.shape[-2] % STRIDE:
         table = torch.nn.functional.pad(table, (0, 0, 0, -table.shape[-2] % STRIDE))
     sums = table.unflatten(-2, (-1, STRIDE))

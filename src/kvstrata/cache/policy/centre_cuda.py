@@ -1,4 +1,4 @@
-"""The centres of K as kernels over pages and new rows (centre.cu): two launches for all places, nothing to wait for."""
+"""Centres of K computed by kernels over pages and new rows (centre.cu): two launches for all places, no waiting."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvstrata.cache.storage.page import NewRows, PageFormat
 from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.quant.op import CXX
-from kvstrata.quant.rope import mean_turn
+from kvstrata.quant.rope import mean_rotation
 
-from .centre import CENTRE_TOKENS, HORIZON, turns
+from .centre import CENTRE_TOKENS, HORIZON, rope_tables
 from .plan_cuda import upload
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in
 
 @dataclass(frozen=True)
 class Centres:
-    """Centres of stored K of places, which ``compute`` writes, and ``store`` into the cache."""
+    """Centres of stored K of places; ``compute`` writes them, ``store`` copies them into the cache."""
 
     rows: torch.Tensor  # float32 [places * kv_heads, D]
     params: bytearray  # of all launches
     compute: Launches
-    store: Launches | None  # None if none is new
+    store: Launches | None  # None if there are no new centres
 
 
 def entry_of(plain: PageFormat) -> str:
@@ -70,8 +70,8 @@ def centres_of_places(
 ) -> Centres:
     """Centres of stored K of places, each a (request, layer); their kernels are queued.
 
-    Those that get codes (``coded``) for the first time are computed from their plain and their new tokens, and stored
-    when the transaction completes. ``rows.k``: ``[n * kv_heads, D]`` or ``[n, kv_heads, D]``, of any strides.
+    Places that get codes (``coded``) for the first time have centres computed from their plain and new tokens, stored
+    when the transaction completes. ``rows.k``: ``[n * kv_heads, D]`` or ``[n, kv_heads, D]``, any strides.
     """
     buckets, device, heads, dim = cache.buckets, cache.device, cache.kv_heads, cache.head_dim
     plain, index, pairs = buckets.page_formats[0], device.index or 0, len(cache.rope)
@@ -98,7 +98,7 @@ def centres_of_places(
     if pairs and n:
         horizon = np.minimum(np.maximum(2 * lengths, HORIZON), cache.max_tokens)
         arrays["ahead"] = _ahead(cache.rope, tuple(horizon.tolist()))
-        tensors["turns"] = _turns(cache.rope, device)
+        tensors["turns"] = _rope_tables(cache.rope, device)
     if k is not None:
         tensors["k"] = k
     if cache.balance is not None:
@@ -111,7 +111,7 @@ def centres_of_places(
         buckets.max_pages, buckets.pool.units, buckets.page_tokens.bit_length() - 1, plain.position_offset, dim, pairs,
     )  # fmt: skip
     params = bytearray(packed)
-    held = ({name: x for name, x in tensors.items() if name != "k"}, kept)  # the caller holds the rows until it is done
+    held = ({name: x for name, x in tensors.items() if name != "k"}, kept)  # the caller keeps the rows alive
 
     def launch(entry: str, grid: int, threads: int = FINISH_THREADS, shared: int = 0) -> jit.Launch:
         return jit.Launch(kernel(SOURCE, entry, index), grid, threads, params, shared=shared)
@@ -130,7 +130,7 @@ def centres_of_places(
 
 
 def stored_centres(cache: CacheState, places: int, n: int, lease: Lease) -> Centres:
-    """`centres_of_places` where all have one: int32 ``places [n]`` are on the device at this address."""
+    """`centres_of_places` if all have a centre; int32 ``places [n]`` are on the device at this address."""
     buckets, heads, dim, index = cache.buckets, cache.kv_heads, cache.head_dim, cache.device.index or 0
     rows = lease.take("centres", n * heads * dim, torch.float32).view(-1, dim)
     addresses = {"places": places, "centres": rows.data_ptr(), "stored": cache.centre.data_ptr()}
@@ -154,13 +154,13 @@ def _by_head(k: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
-def _turns(rope: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _rope_tables(rope: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Cos and sin of each pair's angle at the first positions: float32 ``[CENTRE_TOKENS, pairs, 2]``."""
-    return torch.stack(turns(rope, CENTRE_TOKENS, device), -1).contiguous()
+    return torch.stack(rope_tables(rope, CENTRE_TOKENS, device), -1).contiguous()
 
 
 @lru_cache(maxsize=64)
 def _ahead(rope: tuple[float, ...], positions: tuple[int, ...]) -> np.ndarray:
-    """Mean cos and sin over so many positions: float32 ``[n, pairs, 2]``; equal for all layers of a prompt."""
+    """Mean cos and sin over the given numbers of positions: float32 ``[n, pairs, 2]``; equal for all layers."""
     angle = torch.tensor(rope, dtype=torch.float64)
-    return torch.stack(mean_turn(angle, torch.tensor(positions)), -1).numpy()
+    return torch.stack(mean_rotation(angle, torch.tensor(positions)), -1).numpy()

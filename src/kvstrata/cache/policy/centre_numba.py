@@ -1,4 +1,4 @@
-"""Sums of the first rows of K for its centre, on the CPU in a compiled loop. Bit for bit those of `centre._sum`."""
+"""Sums of the first rows of K for its centre, on the CPU in a compiled loop; bit-identical to `centre._sum`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvstrata.quant.reference import LARGEST
 
 MOST = np.float32(LARGEST)
 
-# No fastmath: the order of the additions is part of the format, and a product is not fused.
+# No fastmath: the order of additions is part of the format, and products must not be fused.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def means(
     k: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], head_caches: int, positions: int, stride: int,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    rope_tables: tuple[torch.Tensor, torch.Tensor],
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Means of rows ``k [n, D]`` as they are, and turned back by RoPE for both ways of pairing channels.
+    """Means of rows ``k [n, D]`` as they are, and rotated back by RoPE for both ways of pairing channels.
 
-    ``slots``: head cache and position of each row. ``turns``: cos and sin, float32 ``[positions, pairs]``. Returns
-    ``[head_caches, D]``, then twice two of ``[head_caches, pairs]``: what `centre._means` gives for these.
+    ``slots``: head cache and position of each row. ``rope_tables``: cos and sin, float32 ``[positions, pairs]``.
+    Returns ``[head_caches, D]``, then two pairs of ``[head_caches, pairs]``, as `centre._means` does.
     """
-    cos, sin = (x.contiguous().numpy() for x in turns)
+    cos, sin = (x.contiguous().numpy() for x in rope_tables)
     pairs, dim = cos.shape[1], k.shape[1]
     row_at = np.full((head_caches, positions), -1, np.int64)
     row_at[slots[0].numpy(), slots[1].numpy()] = np.arange(len(k))
@@ -36,7 +36,7 @@ def means(
 def _add(k, row_at, stride, cos, sin, out):
     pairs, dim, columns = cos.shape[1], k.shape[1], out.shape[1]
     row, flags = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    values, part = np.empty((2, columns), np.float32), np.empty((2, columns), np.float32)  # and how many there are
+    values, part = np.empty((2, columns), np.float32), np.empty((2, columns), np.float32)  # sums and their counts
     total = np.empty((2, columns), np.float32)
     for head_cache in range(len(row_at)):
         total[:] = 0
@@ -67,7 +67,7 @@ def _add(k, row_at, stride, cos, sin, out):
 
 @compiled
 def _turn(x, y, has_x, has_y, c, s, to):
-    """Pairs of channels turned back, if both take part."""
+    """Rotate pairs of channels back, if both channels take part."""
     pairs = len(c)
     for p in range(pairs):
         both = has_x[p] * has_y[p]

@@ -1,44 +1,44 @@
-// The last step of the planner (plan.cu), a block per head cache: the least price that fits, targets, and slots filled.
+// The last step of the planner (plan.cu), one block per head cache: the lowest price that fits, targets, and filled slots.
 //
-// Tokens of a tier take step s if their key is below limit s, and limits fall from step to step. So the tokens below each
-// limit, by tier, say how many get which target, and whether that fits: all threads count, one warp decides. A token whose
-// outcome is the same at both ends of the search is not counted again: when few others are left, these go into a list.
+// Tokens of a tier take step s if their key is below limit s, and limits decrease from step to step. So the number of tokens
+// below each limit, by tier, gives the number per target, and whether that fits: all threads count, one warp decides. A token
+// whose outcome is the same at both ends of the search is not counted again: when few others are left, they go into a list.
 #include "walk.cuh"
 
 constexpr int kListed = 2048, kRanked = 256, kCells = kTiers * kTiers, kNever = kTiers;
 
 // The search of one head cache, in shared memory.
 struct Search {
-  int reach[kCells];                   // [tier, step] tokens below the limit, of the price that is tried
+  int reach[kCells];                   // [tier, step] tokens below the limit, at the price being tried
   int at_low[kCells], at_high[kCells]; // the same at the ends of the search
-  int base[kCells];                    // those of `reach` that are not in the list
+  int base[kCells];                    // the part of `reach` that is not in the list
   int limit[kTiers], low_limit[kTiers], high_limit[kTiers];
-  int moving[kTiers], staying[kTiers]; // tokens that may move, and others with the room that is left for more
-  int needs[kTiers + 1];               // steps that take a token to this tier or below it, kNever for none
+  int moving[kTiers], staying[kTiers]; // tokens that may move, and others plus the room that is left for more
+  int needs[kTiers + 1];               // steps that take a token to this tier or below, kNever for none
   int list_first[kTiers], list_size[kTiers];
   int free[kTiers], able[kTiers];      // slots to fill at the highest price that fits, tokens that may fill them
   int low, high, middle, undecided, fitted;
   i64 share;
 };
 
-// What the warp that decides knows of its head cache.
+// State of the deciding warp for its head cache.
 struct Decider {
   const Params& p;
   Search& s;
   int kind, lane;
 
-  // Tokens that may move, of a tier, whose target is x or below it.
+  // Tokens of a tier that may move and whose target is x or below.
   __device__ int upto(int tier, int x) const {
     const int widest = max(tier, p.leave_plain);
     if (kind == kEvict) return x <= max(widest, p.ladder[p.steps]) ? s.moving[tier] - s.reach[tier * kTiers] : 0;
     if (x <= widest) return s.moving[tier];
     return s.needs[x] == kNever ? 0 : s.reach[tier * kTiers + s.needs[x] - 1];
   }
-  // Whether the tokens fit when empty slots are filled; lane `tier` keeps what is filled.
+  // True if the tokens fit when empty slots are filled; lane `tier` keeps the number filled.
   __device__ bool fits(int& own_free, int& own_able) const {
     const bool is_tier = lane < p.tiers;
     int held = is_tier ? s.staying[lane] : 0, sum = 0;
-    int able[kTiers];  // of this target, those in each tier or in one above
+    int able[kTiers];  // per target, those in each tier or in a wider one
 #pragma unroll
     for (int tier = 0; tier < kTiers; tier++) {
       if (tier < p.tiers && is_tier) sum += upto(tier, lane) - upto(tier, lane + 1);
@@ -82,7 +82,7 @@ struct Decider {
   __device__ bool matters(int tier, int step) const {
     return kind == kEvict ? step == 0 : step < p.steps && p.ladder[step + 1] > max(tier, p.leave_plain);
   }
-  // Ends a count: `s.middle` becomes an end of the search, and the next one to be tried is set up.
+  // Ends a count: `s.middle` becomes an end of the search, and the next value to try is set up.
   __device__ void decide(bool listed) const {
     int free, able;
     const bool fit = fits(free, able);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void count(int* reach, const int* key, Span one, Span
   }
 }
 
-// Puts the tokens of a tier that are undecided into the list, and takes those below the lower limits off the base.
+// Puts the undecided tokens of a tier into the list, and removes those below the lower limits from the base.
 template <int kSteps>
 __device__ __forceinline__ void collect(const Decider& decider, const int* key, Span one, Span two, int tier, int* list) {
   Search& s = decider.s;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
   }
   const Decider decider{p, s, kind, static_cast<int>(threadIdx.x & 31)};
   const bool decides = threadIdx.x < 32;
-  // Whether a count needs the tokens of a tier: those in the lowest one stay there.
+  // True if a count needs the tokens of a tier: those in the lowest one stay there.
   const auto counts = [&](int tier) { return s.moving[tier] && (kind == kEvict || tier < lowest); };
   const int steps = kind == kEvict ? 1 : p.steps;
   if (decides) {
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
       }
     }
     __syncthreads();
-    if (last) {  // nothing but the highest price fits, which was not tried
+    if (last) {  // only the highest price fits, which was not tried
       int free, able;
       if (decides) {
         decider.fits(free, able);
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
       able.each_of([&](int i, int) { if (i >= 0) fill(i); });
       continue;
     }
-    // The greatest key that at least `free` tokens reach, or one that few enough do to rank them.
+    // The greatest key that at least `free` tokens reach, or one that few enough reach to rank them.
     bool evenly = false;
     for (int above = min(able.past, bounds[1] + 1); many > kRanked && above - able.reached > 1;) {
       if (!able.list && many <= kListed) {
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
         __syncthreads();
         able.list = list, able.size = size[0];
       }
-      // The first try of two supposes that keys are spread evenly.
+      // The first two tries assume that keys are spread evenly.
       const int parts = (evenly = !evenly) ? 2 + many / (2 * kRanked) : 2;
       const int middle = above - max((above - able.reached) / parts, 1);
       const int all = tally(able.count(middle));
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
       if (index >= 0 && before < free) fill(index);
       continue;
     }
-    // Too many have the same key: the newest of them.
+    // Too many have the same key: take the newest of them.
     const int greater = tally(able.count(able.reached + 1));
     int oldest = 0;
     for (int newest = head.place.length; newest - oldest > 1;) {

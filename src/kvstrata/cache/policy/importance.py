@@ -1,9 +1,9 @@
 """Importance: a running estimate of the attention mass of every token and KV head.
 
-``mean``: pages hold the sum of the mass so far; the estimate divides by the queries that could see the token. That
-needs no counter per token: queries are reported as tokens come, so of those reported when the request had n tokens, a
-token at position p was seen by min(queries, n - p). One query at the uniform mass 1 / length is added, which is all
-that is known of a token that no query has seen.
+``mean``: pages hold the sum of the mass so far; the estimate divides by the number of queries that could see the token.
+That needs no counter per token: queries are reported in the order of tokens, so of the queries reported when the
+request had n tokens, a token at position p was seen by min(queries, n - p). One query at the uniform mass 1 / length is
+added as a prior, which is all that is known about a token that no query has seen.
 
 ``ema``: pages hold the moving average itself, which starts at the uniform mass.
 """
@@ -17,7 +17,7 @@ MODES = ("mean", "ema")
 
 
 def initial(mode: str, length: torch.Tensor) -> torch.Tensor:
-    """Importance that a new token starts with."""
+    """Initial importance of a new token."""
     return torch.zeros_like(length, dtype=torch.float32) if mode == "mean" else 1.0 / length.float().clamp(min=1)
 
 
@@ -36,10 +36,10 @@ def updated(
     owners: torch.Tensor,
     decay: float,
 ) -> torch.Tensor:
-    """The entries after ``queries`` more queries gave ``mass`` in sum.
+    """The entries after ``queries`` more queries gave ``mass`` in total.
 
     A page that several requests share gets mass from all of them: each contributes its part, so that the entry stays an
-    average over its owners. One that reports nothing counts as one that gave nothing.
+    average over its owners. An owner that reports nothing counts as zero mass.
     """
     mass = mass.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0.0)
     if mode == "mean":
@@ -56,7 +56,7 @@ def estimate(
     queries: torch.Tensor,
     reported: torch.Tensor,
 ) -> torch.Tensor:
-    """Expected mass per query, positive; ``reported`` is the length when mass came last."""
+    """Expected mass per query, positive; ``reported`` is the length at the last report."""
     uniform = 1.0 / length.float().clamp(min=1)
     if mode == "ema":
         return state.clamp(min=0.0) + 1e-3 * uniform

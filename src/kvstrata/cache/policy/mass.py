@@ -1,4 +1,4 @@
-"""Mass: what attention gave to the tokens of a cache, written into their pages as importance (importance.py)."""
+"""Writes attention mass into the pages of tokens as importance (importance.py)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def add_mass(
     queries: int,
     ends: Sequence[int],
 ) -> None:
-    """Write mass into pages; ``ends``: the lengths when it was given."""
+    """Write mass into pages; ``ends``: lengths when it was reported."""
     # Requests that share pages write to them one after the other.
     for part in [[i] for i in range(len(requests))] if cache.pool.shares else [list(range(len(requests)))]:
         updating = [requests[i] for i in part]
         if not cache.buckets.host_count[updating, layer].any():
             continue
-        tokens, handle = cache.buckets.look(layer, updating)
+        tokens, handle = cache.buckets.snapshot_with_handles(layer, updating)
         own = mass_of(tokens, mass if len(part) == len(mass) else mass[part], cache.kv_heads)
         owners = cache.buckets.owners(layer, updating, tokens)
         importance = updated(cache.policy.mode, tokens.importance, own, queries, owners, cache.decay).contiguous()
@@ -57,12 +57,12 @@ def add_mass(
 def new_importance(
     cache: CacheState, layer: int, requests: Sequence[int], lengths: Sequence[int], mass: torch.Tensor, queries: int
 ) -> torch.Tensor:
-    """Importance of new tokens from the mass that came with them: float32 ``[rows, kv_heads]``."""
+    """Importance of new tokens from the mass passed with them: float32 ``[rows, kv_heads]``."""
     starts = cache._lengths[list(requests), layer].astype(np.int64)
     parts = zip(mass, starts.tolist(), lengths, strict=True)
     own = torch.cat([of_request[:, start : start + n].T for of_request, start, n in parts])
     if cache.policy.mode == "mean":
-        first = torch.zeros((), device="cpu")  # whatever the length
+        first = torch.zeros((), device="cpu")  # independent of the length
     else:
         ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
         first = initial(cache.policy.mode, ends)
@@ -72,16 +72,16 @@ def new_importance(
 def observe_mass(
     cache: CacheState, layer: int, requests: Sequence[int], mass: torch.Tensor, weight: torch.Tensor, q_len: int
 ) -> None:
-    """Add the mass of ``q_len`` queries, which stand for the last ``weight [requests]`` of each request, in place.
+    """Add the mass of ``q_len`` queries, which represent the last ``weight [requests]`` of each request, in place.
 
     Each token gets its mass per query times the number of those queries that could see it. A page that several requests
-    share gets that of the first with a weight. Reports are not changed.
+    share gets the mass of the first one with a weight. Reports are not changed.
     """
     loops = _numba() if cache.device.type == "cpu" else None
     if loops is not None and cache.policy.mode == "mean" and not cache.pool.shares:
         loops.observe_mass(cache, layer, requests, mass, weight, q_len)
         return
-    tokens, handle = cache.buckets.look(layer, requests)
+    tokens, handle = cache.buckets.snapshot_with_handles(layer, requests)
     row = tokens.head_cache // cache.kv_heads
     length = cache.pool.to_device(cache._lengths[list(requests), layer].astype(np.int64))
     seen, given = length[row] - tokens.position, weight.long()[row]
@@ -97,7 +97,7 @@ def observe_mass(
 
 
 def _first_owners(cache: CacheState, layer: int, requests: Sequence[int], live: np.ndarray) -> np.ndarray:
-    """Entries of the page table that no earlier live request has too: bool ``[head_caches, tiers, pages]``."""
+    """Entries of the page table that no earlier live request has as well: bool ``[head_caches, tiers, pages]``."""
     table = cache.buckets.host_table[list(requests), layer]
     handles, first = np.unique(np.where(live[:, None, None, None], table, -1), return_index=True)
     is_first = np.zeros(table.size, bool)

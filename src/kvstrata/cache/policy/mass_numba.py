@@ -1,4 +1,4 @@
-"""`observe_mass` on the CPU in a compiled loop, for sums of mass (mode ``mean``) and pages that nobody shares."""
+"""`observe_mass` on the CPU in a compiled loop, for sums of mass (mode ``mean``) and pages that are not shared."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 MOST = np.float32(torch.finfo(torch.float32).max)
 
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")  # no fastmath: the same sums as torch's
+compiled = numba.njit(cache=True, nogil=True, error_model="numpy")  # no fastmath: same sums as torch
 
 
 def observe_mass(
     cache: CacheState, layer: int, requests: Sequence[int], mass: torch.Tensor, weight: torch.Tensor, q_len: int
 ) -> None:
-    """`mass.observe_mass`, to the last bit."""
+    """`mass.observe_mass`, bit-identical."""
     buckets, space = cache.buckets, cache.pool.space
     assert space is not None, "the loops need a pool on the CPU"
     wide = cache.position_dtype == torch.int32

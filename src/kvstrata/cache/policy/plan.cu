@@ -1,12 +1,12 @@
-// The planner of plan.py on the device: nothing is sorted, and the host is not asked.
+// The planner of plan.py on the device, without sorting and without the host.
 //
 //   survey  a block per head cache: the keys of its tokens, and how many of each tier stay and may move
-//   merge   a block per request and layer, where all heads choose alike: weights summed by position become keys
+//   merge   a block per request and layer, if all heads choose alike: weights summed by position become keys
 //   split   a warp per scope: the bytes of each head cache
-//   choose  a block per head cache (choose.cu): the least price that fits by bisection, targets, and slots filled
+//   choose  a block per head cache (choose.cu): the lowest price that fits by bisection, targets, and filled slots
 //
-// Tokens of a head cache stand tier by tier, slot by slot, then new ones. Arithmetic is that of plan_reference.py: every
-// float operation is rounded on its own, sums are of integers.
+// Tokens of a head cache are ordered tier by tier, slot by slot, then new ones. Arithmetic is that of plan_reference.py: every
+// float operation is rounded separately, sums are of integers.
 #include "plan.cuh"
 
 __device__ __forceinline__ void count_one(u64 (&counts)[2], int tier) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void count_one(u64 (&counts)[2], int tier) {
   for (int word = 0; word < 2; word++) counts[word] += tier >> 2 == word ? one : 0;
 }
 
-// Calls use(index, token) for the tokens of a tier; stored ones are loaded several at once.
+// Calls use(index, token) for the tokens of a tier; stored ones are loaded several at a time.
 template <class H, class F> __device__ __forceinline__ void each_token(const H& head, int tier, F use) {
   constexpr int kAhead = 4;
   const int n = head.size(tier), ahead = tier < head.p.tiers && (tier || !head.place.unwritten) ? kAhead : 1;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(32) split(const __grid_constant__ Params p) {
   const int scope = blockIdx.x, lane = threadIdx.x, tiers = p.tiers, lowest = p.ladder[p.steps];
   const int first = p.scopes[scope] * p.heads, end = p.scopes[scope + 1] * p.heads;
   const i64 allowed = p.allowed[scope];
-  // Bytes of a head cache: as it is (kKeep), everything in the lowest tier (kChoose), nothing but what stays (kEvict).
+  // Bytes of a head cache: unchanged (kKeep), everything in the lowest tier (kChoose), only what stays (kEvict).
   const auto bytes = [&](int head_cache, int what, int spare) {
     const int* line = p.survey + static_cast<i64>(head_cache) * 2 * tiers;
     i64 sum = 0, low = 0;

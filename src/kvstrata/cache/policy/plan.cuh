@@ -1,4 +1,4 @@
-// What the kernels of the planner share: parameters, places, and the tokens of a head cache.
+// Shared by the kernels of the planner: parameters, places, and the tokens of a head cache.
 #pragma once
 
 #include "coded.cuh"
@@ -13,9 +13,9 @@ struct Params {
   const int* count;      // [requests, layers, heads, tiers]
   const i64* pointers;   // [slabs]
   const int* places;     // [3, places]: request * layers + layer, length, 1 if the last plain token is not written yet
-  const int2* reports;   // [requests, layers]: queries that gave their mass, length when they last did
+  const int2* reports;   // [requests, layers]: queries that reported mass, length at the last report
   const int* fresh;      // [4, places]: new tokens, the first of their rows, ..; null for none
-  const float* mass;     // [rows, heads] importance of new tokens; null: that of a token nobody has seen
+  const float* mass;     // [rows, heads] importance of new tokens; null: that of a token that no query has seen
   const i64* begin;      // [head_caches] the first token in the lists
   const int* scopes;     // [scopes + 1] the first place of each
   const i64* allowed;    // [scopes] bytes
@@ -25,13 +25,13 @@ struct Params {
   int* survey;           // [head_caches, 2, tiers]: tokens that stay, tokens that may move
   float* merged;         // [places, width] weights summed over heads
   i64* share;            // [head_caches] bytes
-  int* kind;             // [scopes, 2]: what is done, plain tokens that there is room for
+  int* kind;             // [scopes, 2]: action, and number of plain tokens that there is room for
   i64* needed;           // [scopes] bytes of the cheapest assignment
   i64 price[kTiers];     // of a page
   float slope[kTiers];   // of each step
   int ladder[kTiers];    // tiers after 0, 1, .. steps
   int position_offset[kTiers], importance_offset[kTiers];
-  float steepest, settled, floor;  // slope of the last step; weight of a quantised token; what is added to all
+  float steepest, settled, floor;  // slope of the last step; weight of a quantised token; added to all weights
   int places_, scopes_, heads, tiers, steps, max_pages, units, page_shift, width;
   int policy, ema, leave_plain, per_head, fills, evict, sinks, recent, headroom;
 };
@@ -66,7 +66,7 @@ struct Head {
     table = p.table + bucket * p.max_pages;
     count = p.count + bucket;
   }
-  // How many are in a tier; in tier `tiers`, those that are new.
+  // Number of tokens in a tier; in tier `tiers`, of new tokens.
   __device__ int size(int tier) const { return tier < p.tiers ? count[tier] : place.fresh; }
 
   __device__ Token token(int tier, int i) const {
@@ -79,7 +79,7 @@ struct Head {
       return {place.length - place.fresh - 1, p.ema ? __fdiv_rn(1.f, static_cast<float>(place.length - place.fresh)) : 0.f};
     return stored(tier, i);
   }
-  // One that is in a page; without branches, so that several can be on their way.
+  // A token in a page; without branches, so that several loads can be in flight.
   __device__ __forceinline__ Token stored(int tier, int i) const {
     const int handle = table[tier * p.max_pages + (i >> p.page_shift)], row = i & ((1 << p.page_shift) - 1);
     const char* page = reinterpret_cast<const char*>(p.pointers[handle / p.units]) + static_cast<i64>(handle % p.units) * 64;

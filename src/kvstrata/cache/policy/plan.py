@@ -1,23 +1,25 @@
-"""The planner: which tier every token gets, so that the pages of a scope fit its bytes with the least expected error.
+"""The planner: assigns a tier to every token, so that the pages of a scope fit its bytes with the least expected error.
 
     tokens ──keys──▶ survey: tokens per tier that stay, that may move ──split──▶ bytes per head ──choose──▶ targets
 
-A scope is what shares one sum of bytes: a request in a layer (fraction) or all requests of a layer (absolute). `split`
-gives each of its head caches the bytes of its cheapest assignment, and of what is left a part by its tokens. From
-there on every head cache is on its own: heads differ in the size of q, k and v, so that the mass of one says nothing
-beside that of another.
+A scope is a set of requests that share a sum of bytes: one request in a layer (fraction) or all requests of a layer
+(absolute). `split` gives each of its head caches the bytes of its cheapest assignment, and part of the rest in
+proportion to its tokens. From there on every head cache is planned separately: heads differ in the size of q, k and v,
+so their masses are not comparable.
 
-Within a head cache, tokens minimise sum(weight * error) + price * bytes for the least price (a Lagrange multiplier)
-that fits. A token's `key` is its weight as an integer, the bits of a float32; the price is bisected as such an integer
-too, with the exact bytes of whole pages, so that every device chooses the same tiers. `uniform` has the same search
-over ages. Slots that are paid for and empty are filled with the weightiest tokens of lower tiers. The search counts
-with that: the tier that a price gives falls with the weight, so how many tokens leave which tier is known from counts.
+Within a head cache, tokens minimise sum(weight * error) + price * bytes for the lowest price (a Lagrange multiplier)
+that fits. A token's `key` is its weight as an integer, the bits of a float32; the price is also bisected as such an
+integer, with the exact bytes of whole pages, so that every device chooses the same tiers. `uniform` uses the same
+search over ages. Empty slots that are paid for are filled with the tokens of greatest weight from lower tiers. The
+search takes
+that into account: the tier at a given price decreases with the weight, so counts alone say how many tokens leave which
+tier.
 
-Sink and recent tokens stay at the model's precision as long as they have it; what was quantised may only get cheaper.
-With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does not
+Sink and recent tokens stay at the model's precision as long as they have it; quantised tokens may only move to cheaper
+tiers. With hysteresis h a quantised token counts 1 + h times its weight, so that a small change of importance does not
 re-encode it.
 
-plan_reference.py is the definition, plan_numba.py the CPU's loops, plan.cu the kernels; plan_op.py chooses.
+plan_reference.py is the definition, plan_numba.py has loops for the CPU, plan.cu kernels; plan_op.py dispatches.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from kvstrata.cache.storage.tokens import Tokens
 from .prices import Prices, hull
 
 POLICIES = ("importance", "recency", "uniform")
-FLOOR = 0.2  # of the mean weight of a head's tokens, added to each: a token nobody asked for may be asked for later
-TIE = 1e-3  # of a weight, over the length of the context: of two equal tokens the newer one is worth more
-LARGEST = 64.0  # mass per query that counts; more than a query of 64 heads can give
-MASS_BITS = 37  # of the fraction, where mass is summed as integers
-AGE_BITS = 24  # of the fraction of a key under `uniform`
-GAP = 64  # the bisection ends when its bounds are so close: 8 millionths of a weight
-FIXED = 0x7FFFFFFF  # the key of a token that may not move: above all others
-KEEP, CHOOSE, EVICT, FAIL = range(4)  # what `split` finds for a scope
+FLOOR = 0.2  # fraction of a head's mean weight added to each token: one without attention so far may get some later
+TIE = 1e-3  # relative weight, over the length of the context: of two equal tokens the newer one is worth more
+LARGEST = 64.0  # cap on mass per query; more than a query of 64 heads can give
+MASS_BITS = 37  # fraction bits of mass summed as integers
+AGE_BITS = 24  # fraction bits of a key under `uniform`
+GAP = 64  # the bisection ends when its bounds are this close: 8 millionths of a weight
+FIXED = 0x7FFFFFFF  # key of a token that may not move: above all others
+KEEP, CHOOSE, EVICT, FAIL = range(4)  # outcome of `split` for a scope
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Policy:
     """Settings of a cache that decide how it settles."""
 
     name: str
-    mode: str  # of the importance
+    mode: str  # mode of importance
     per_head: bool
     evict: bool
     recent_tokens: int
@@ -58,11 +60,11 @@ class Policy:
     prices: Prices
     error: tuple[float, ...]
     floor: float = FLOOR
-    leave_plain: bool = False  # old tokens leave 16 bit when a scope settles, also where bytes are left for some
+    leave_plain: bool = False  # old tokens leave 16 bit when a scope settles, even if bytes are left for some
 
     @functools.cached_property
     def ladder(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Tiers after 0, 1, .. steps down, and the weight below ``price / slope`` of which a token takes each step."""
+        """Tiers after 0, 1, .. steps down, and the slope of each step: weights below ``price / slope`` take it."""
         if self.name == "uniform":
             return tuple(range(len(self.prices.page))), (1.0,) * (len(self.prices.page) - 1)
         tiers, slopes = hull([page / self.prices.page_tokens for page in self.prices.page], self.error)
@@ -82,10 +84,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Scopes:
-    """Tokens that share bytes of pages; the head caches of a scope are neighbours.
+    """Tokens that share bytes of pages; the head caches of a scope are contiguous.
 
-    ``numbers``: int64 ``[3, head_caches]`` on the host: lengths, queries and lengths when mass was reported.
-    ``head_caches`` (how many) and ``allowed`` bytes are per scope.
+    ``numbers``: int64 ``[3, head_caches]`` on the host: lengths, queries, and lengths at the last report of mass.
+    ``head_caches`` (their number) and ``allowed`` bytes are per scope.
     """
 
     tokens: Tokens
@@ -117,14 +119,14 @@ class Split:
 
     kind: np.ndarray  # [scopes]
     spare: np.ndarray  # [scopes]
-    needed: np.ndarray  # [scopes], of the cheapest assignment
+    needed: np.ndarray  # [scopes], bytes of the cheapest assignment
     share: np.ndarray  # [head_caches]
 
 
 def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
-    """Room for about ``settle_every`` tokens beside those that stay plain, so that together they fill their pages.
+    """Room for about ``settle_every`` tokens in addition to plain ones, so that together they fill whole pages.
 
-    At least half and at most twice as much; ``settle_every`` itself where no number of pages gives that.
+    At least half and at most twice ``settle_every``; ``settle_every`` itself if no number of pages allows that.
     """
     room = (kept + settle_every) // page_tokens * page_tokens - kept
     if 2 * room < settle_every:
@@ -135,14 +137,14 @@ def whole_pages(settle_every: int, kept: int, page_tokens: int) -> int:
 def split(
     fixed: np.ndarray, moving: np.ndarray, head_caches: np.ndarray, allowed: np.ndarray, policy: Policy, headroom: int
 ) -> Split:
-    """Share the bytes of scopes between their head caches.
+    """Divide the bytes of scopes between their head caches.
 
     Args:
         fixed, moving: int ``[head_caches, tiers]``, tokens that stay and tokens that may move, by their tier now.
         head_caches: ``[scopes]``, number of head caches.
         allowed: ``[scopes]``, bytes.
-        policy: its prices and ladder are used, and ``evict``.
-        headroom: further plain tokens per head cache to leave room for; halved until they fit.
+        policy: provides prices, ladder and ``evict``.
+        headroom: plain tokens per head cache to leave room for; halved until they fit.
     """
     prices, lowest = policy.prices, policy.ladder[0][-1]
     scope = np.repeat(np.arange(len(head_caches)), head_caches)
@@ -158,7 +160,7 @@ def split(
         return np.bincount(scope, x, len(head_caches)).astype(np.int64)
 
     def give(chosen: np.ndarray, price: np.ndarray, total: np.ndarray) -> None:
-        """Share the bytes beyond ``price`` between head caches in proportion to their tokens that may move."""
+        """Divide the bytes beyond ``price`` between head caches in proportion to their tokens that may move."""
         room = ((allowed - total)[scope] * many) // np.maximum(of_scope(many), 1)[scope]
         share[chosen[scope]] = (price + room)[chosen[scope]]
 

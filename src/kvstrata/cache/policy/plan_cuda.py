@@ -1,4 +1,4 @@
-"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, nothing to wait for."""
+"""The planner as kernels over the pages of a cache (plan.cu, choose.cu): three launches, no waiting."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .reports import Reports
 
 SOURCE, CHOOSE_SOURCE = (Path(__file__).with_name(name) for name in ("plan.cu", "choose.cu"))
 THREADS = 512
-TOGETHER = 1 << 25  # tokens whose keys, 4 bytes each, are held at a time
-NEARBY = 96 * 1024  # bytes of keys that are bisected in shared memory, so that two blocks fit a multiprocessor
+TOGETHER = 1 << 25  # maximum number of tokens whose keys, 4 bytes each, are held at a time
+NEARBY = 96 * 1024  # maximum bytes of keys bisected in shared memory, so that two blocks fit a multiprocessor
 POINTERS = (
     "table", "count", "pointers", "places", "reports", "fresh", "mass", "begin", "scopes", "allowed", "key", "target",
     "starts", "survey", "merged", "share", "kind", "needed",
@@ -42,11 +42,11 @@ WIDTH_OFFSET, HEADROOM_OFFSET = SIZES_OFFSET + 8 * 4, SIZES_OFFSET + 17 * 4
 class DevicePlan:
     """A plan whose kernels are queued.
 
-    ``target`` int8 ``[n]``: tokens of a head cache one after the other, tier by tier, slot by slot, then new ones.
-    ``starts`` int64 ``[head_caches * tiers]``: where each bucket begins in it. ``results`` is one buffer: ``needed``
-    int64 ``[scopes]`` and ``kind`` int32 ``[scopes, 2]`` as `plan.Split` has them, then ``numbers`` int32 ``[3,
-    buckets]``, which counting moves fills (moves_cuda.py). ``places`` and ``fresh``: addresses of what was uploaded.
-    ``launches`` and their ``params``, to plan again; no params if there are several chunks.
+    ``target`` int8 ``[n]``: tokens of a head cache contiguous, tier by tier, slot by slot, then new ones. ``starts``
+    int64 ``[head_caches * tiers]``: start of each bucket in it. ``results`` is one buffer: ``needed`` int64
+    ``[scopes]`` and ``kind`` int32 ``[scopes, 2]`` as in `plan.Split`, then ``numbers`` int32 ``[3, buckets]``, filled
+    when moves are counted (moves_cuda.py). ``places`` and ``fresh``: addresses of uploaded arrays. ``launches`` and
+    their ``params`` can plan again; no params if there are several chunks.
     """
 
     target: torch.Tensor
@@ -96,7 +96,7 @@ def entry_of(name: str, plain: PageFormat, near: bool = False) -> str:
 
 
 def kernels_needed(plain: PageFormat, policy: Policy, max_tokens: int) -> list[jit.Named]:
-    """Kernels of the planner under a policy, for requests of up to so many tokens."""
+    """Kernels of the planner under a policy, for requests of up to ``max_tokens`` tokens."""
     names = ["survey", "split", *["merge"] * (policy.name == "importance" and not policy.per_head)]
     near = [True, *[False] * (4 * max_tokens > NEARBY)]
     choose = [(CHOOSE_SOURCE, entry_of("choose", plain, flag)) for flag in near]
@@ -115,19 +115,19 @@ def plan_places(
     fresh: Fresh | None = None,
     unwritten: np.ndarray | None = None,
 ) -> DevicePlan:
-    """Targets for all tokens of places, which are planned scope by scope.
+    """Targets for all tokens of places, planned scope by scope.
 
     Args:
-        buckets: the pages and tables.
-        policy: of the cache.
+        buckets: pages and tables.
+        policy: policy of the cache.
         places: int ``[places]``, request * layers + layer.
-        lengths: int ``[places]``, with new tokens.
-        reports: of the cache; read when the kernels run.
-        scopes: places of each scope, one or more.
+        lengths: int ``[places]``, including new tokens.
+        reports: reports of the cache; read when the kernels run.
+        scopes: number of places in each scope, one or more.
         allowed: bytes of each scope.
-        headroom: room for so many more plain tokens of each head cache.
+        headroom: plain tokens per head cache to leave room for.
         fresh: new tokens.
-        unwritten: int ``[places]``, 1 where the last plain token is counted but its page does not hold it yet.
+        unwritten: int ``[places]``, 1 if the last plain token is counted but not in its page yet.
     """
     device, heads, tiers = buckets.device, buckets.kv_heads, len(buckets.page_formats)
     layers = buckets.page_table.shape[1]
@@ -246,7 +246,7 @@ def _params(
 
 
 def _template(buckets: Buckets, policy: Policy) -> bytes:
-    """Parameters of a cache, without addresses and sizes of a plan."""
+    """Parameters of a cache, without the addresses and sizes of a plan."""
     page_formats, (ladder, slopes) = buckets.page_formats, policy.ladder
     tiers, max_pages = len(page_formats), buckets.max_pages
 

@@ -1,4 +1,4 @@
-"""The planner in compiled loops, a head cache at a time: what plan_reference.py chooses, to the last token."""
+"""The planner in compiled loops, one head cache at a time: chooses exactly what plan_reference.py does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import AGE_BITS, CHOOSE, EVICT, FIXED, GAP, LARGEST, MASS_BITS, TIE, 
 
 MOST_FREE = 64  # slots of a page
 
-# No fastmath: every operation is rounded on its own, as torch does.
+# No fastmath: every operation is rounded separately, as in torch.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
@@ -48,7 +48,7 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
 
 @compiled
 def _sorted(head_cache, tier, n, tiers):
-    """Tokens by head cache and tier, new ones as plain, and where each bucket begins ``[n * tiers + 1]``."""
+    """Tokens sorted by head cache and tier, new ones as plain, and the start of each bucket ``[n * tiers + 1]``."""
     first = np.zeros(n * tiers + 1, np.int64)
     for i in range(len(tier)):
         first[head_cache[i] * tiers + max(tier[i], 0) + 1] += 1
@@ -134,7 +134,7 @@ def _keys(
 
 @compiled
 def _together(order, position, weight, first, head_cache, heads, tiers, table):
-    """The weights of a request's heads become their sum by position."""
+    """Replace the weights of a request's heads by their sum per position."""
     begin, end = first[head_cache * tiers], first[(head_cache + heads) * tiers]
     for i in range(begin, end):
         table[position[order[i]]] = np.float32(0.0)
@@ -160,7 +160,7 @@ def _as_keys(order, position, moves, weight, first, head_cache, tiers, length, r
 
 @compiled
 def _limits(price, slopes, uniform, limit):
-    """Keys below which tokens take each step."""
+    """Keys below which tokens take each step down."""
     if uniform:
         for step in range(len(slopes)):
             limit[step] = min(max(price - (step << AGE_BITS), 0), 1 << AGE_BITS)
@@ -174,7 +174,7 @@ def _limits(price, slopes, uniform, limit):
 
 @compiled
 def _bytes(moved, fixed, spare, page, page_tokens, fills):
-    """Bytes of whole pages, empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
+    """Bytes of whole pages, with empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
     tiers = len(page)
     counts = np.empty(tiers, np.int64)
     for tier in range(tiers):
@@ -207,7 +207,7 @@ def _choose(
     order, first, position, key, kind, spare, share, fixed, page, page_tokens, ladder, slopes, steepest,
     uniform, leave_plain, fills, target,
 ):  # fmt: skip
-    """`plan_reference.chosen` from the keys on."""
+    """`plan_reference.chosen`, starting from the keys."""
     tiers, steps = len(page), len(slopes)
     limit, moved = np.empty(steps, np.int64), np.empty((tiers, tiers), np.int64)
     number, out = np.empty(1, np.int32), np.empty(1, np.float32)
@@ -269,7 +269,7 @@ def _choose(
 
 @compiled
 def _count_moving(key, first, head_cache, tiers, limit, ladder, widest, moved):
-    """Tokens that may move, by tier and target, when those below the limits have stepped down."""
+    """Tokens that may move, by tier and target, when those below the limits step down."""
     for tier in range(tiers):
         bucket = head_cache * tiers + tier
         keys = key[first[bucket] : first[bucket + 1]]
@@ -301,7 +301,7 @@ def _count_left(key, first, head_cache, tiers, limit, lowest, moved):
 
 @compiled
 def _fill(order, first, position, key, head_cache, tiers, spare, page_tokens, target):
-    """`plan_reference._filled` of a head cache: the greatest keys are kept in a short sorted list."""
+    """`plan_reference._filled` for a head cache: the greatest keys are kept in a short sorted list."""
     begin, end = first[head_cache * tiers], first[(head_cache + 1) * tiers]
     best = np.empty(MOST_FREE, np.int64)
     for tier in range(tiers - 1):
@@ -311,7 +311,7 @@ def _fill(order, first, position, key, head_cache, tiers, spare, page_tokens, ta
         free, many = -filled % page_tokens, 0
         if free == 0:
             continue
-        for i in range(begin, first[head_cache * tiers + tier + 1]):  # those that are in no lower tier now
+        for i in range(begin, first[head_cache * tiers + tier + 1]):  # tokens that are not in a lower tier now
             if key[i] == FIXED or target[order[i]] <= tier:
                 continue
             if many == free:

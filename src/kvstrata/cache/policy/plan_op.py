@@ -1,4 +1,4 @@
-"""``plan_all``: compiled loops where numba is installed and the tokens are on the CPU, else torch operations."""
+"""``plan_all``: compiled loops if numba is installed and the tokens are on the CPU, otherwise torch operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .plan import FAIL, Plans, Policy, Scopes
 
 
 def plan_all(scopes: Scopes, policy: Policy, headroom: int) -> Plans:
-    """Targets for all tokens of scopes; what a scope gets does not depend on the others. Nothing is changed here."""
+    """Targets for all tokens of scopes; each scope is planned independently. Changes nothing."""
     tokens = scopes.tokens
     if not len(tokens):
         return Plans(tokens.tier, [None] * len(scopes), [headroom] * len(scopes))

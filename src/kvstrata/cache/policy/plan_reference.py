@@ -1,4 +1,4 @@
-"""The planner in torch operations over all tokens at once: the definition that the loops and kernels are held to."""
+"""The planner in torch operations over all tokens at once: the definition that loops and kernels must match."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Fits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def movable(scopes: Scopes, policy: Policy) -> torch.Tensor:
-    """Tokens that may settle: not sink and recent ones, as long as these are plain."""
+    """Tokens that may settle: all but sink and recent tokens that are still plain."""
     tokens = scopes.tokens
     length = torch.from_numpy(scopes.numbers[0]).to(tokens.position.device)[tokens.head_cache]
     kept = (tokens.position < policy.sink_tokens) | (tokens.position >= length - policy.recent_tokens)
@@ -44,7 +44,7 @@ def count(index: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def keys(scopes: Scopes, policy: Policy, moves: torch.Tensor) -> torch.Tensor:
-    """The weight of every token as an integer, int64; FIXED for those that may not move."""
+    """Weight of every token as an integer, int64; FIXED for tokens that may not move."""
     tokens = scopes.tokens
     numbers = torch.from_numpy(scopes.numbers).to(tokens.position.device)
     length, queries, reported = numbers[:, tokens.head_cache]
@@ -80,7 +80,7 @@ def _weights(
 
 
 def _summed(weight: torch.Tensor, scopes: Scopes) -> torch.Tensor:
-    """Over the heads of a request, by position, head by head."""
+    """Sum over the heads of a request, by position, head by head."""
     tokens, heads = scopes.tokens, scopes.kv_heads
     table = torch.zeros(
         scopes.numbers.shape[1] // heads, int(scopes.numbers[0].max()), dtype=weight.dtype, device=weight.device
@@ -93,7 +93,7 @@ def _summed(weight: torch.Tensor, scopes: Scopes) -> torch.Tensor:
 
 
 def limits(price: torch.Tensor, policy: Policy) -> torch.Tensor:
-    """Keys below which tokens take each step, for prices ``[n]``: ``[n, steps]``, falling."""
+    """Keys below which tokens take each step down, for prices ``[n]``: ``[n, steps]``, descending."""
     _, slopes = policy.ladder
     if policy.name == "uniform":
         step = torch.arange(len(slopes), device=price.device) << AGE_BITS
@@ -163,13 +163,13 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
 def _counts_filled(moved: torch.Tensor, others: torch.Tensor, policy: Policy) -> torch.Tensor:
     """Tokens per tier ``[head_caches, tiers]`` when empty slots are filled, as `_filled` does.
 
-    ``moved [head_caches, tiers, tiers]`` are tokens that may move, by the tier they are in and their target;
+    ``moved [head_caches, tiers, tiers]`` are tokens that may move, by current tier and target;
     ``others [head_caches, tiers]`` are the rest.
     """
     counts, tiers = others + moved.sum(1), others.shape[1]
     if not policy.fills:
         return counts
-    able = moved.cumsum(1)  # of each target, those in this tier or in one above
+    able = moved.cumsum(1)  # per target, tokens in this tier or a wider one
     for tier in range(tiers - 1):
         free = -counts[:, tier] % policy.prices.page_tokens
         for other in range(tier + 1, tiers):
@@ -182,7 +182,7 @@ def _counts_filled(moved: torch.Tensor, others: torch.Tensor, policy: Policy) ->
 
 
 def _bounds(key: torch.Tensor, moves: torch.Tensor, head_cache: torch.Tensor, n: int) -> tuple[torch.Tensor, ...]:
-    """Least and greatest key of the tokens that may move, 1 where there are none."""
+    """Least and greatest key of the tokens that may move; 1 if there are none."""
     heads = head_cache[moves]
     none = count(heads, n) == 0
     least, most = (
@@ -195,7 +195,7 @@ def _bounds(key: torch.Tensor, moves: torch.Tensor, head_cache: torch.Tensor, n:
 
 
 def _least(low: torch.Tensor, high: torch.Tensor, fits: Fits) -> torch.Tensor:
-    """By bisection, for each head cache, the least number that fits; ``high`` does."""
+    """Bisect, for each head cache, the least number that fits; ``high`` fits."""
     first = fits(low)
     high = torch.where(first, low, high)
     while bool((searching := high - low > GAP).any()):
@@ -214,7 +214,7 @@ def _filled(
     policy: Policy,
     plain: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill empty slots of pages with the tokens of lower tiers that weigh most, newer ones first; takes no new page.
+    """Fill empty slots of pages with the tokens of greatest weight from lower tiers, newer ones first; adds no page.
 
     ``plain [head_caches, tiers]`` is the room that stays empty.
     """

@@ -1,7 +1,7 @@
-"""Prices and errors: what a page of each tier costs, and what rounding to it does to the output.
+"""Prices and errors: bytes of a page in each tier, and the effect of rounding to it on the output.
 
-The error of a format is that of its widths: the squared error relative to the row, from the signal-to-noise ratio
-that `tests/test_quantize.py` measures on Gaussian rows. An error in K moves scores: with a relative error e the noise
+The error of a format follows from its widths: the squared error relative to the row, from the signal-to-noise ratio
+that `tests/test_quantize.py` measures on Gaussian rows. An error in K changes scores: with a relative error e the noise
 of a score has the variance `K_NOISE` e, and the weight exp(score) of the token is off by `spread` of that.
 """
 
@@ -20,12 +20,12 @@ K_NOISE = 4.0  # variance of a score by the relative error of K: docs/decisions.
 
 
 def spread(variance: float) -> float:
-    """E (exp(x) - 1)^2 of a Gaussian x: about its variance where that is small, and far more where it is not."""
+    """E (exp(x) - 1)^2 of a Gaussian x: about its variance if that is small, and far more if not."""
     return math.exp(2 * variance) - 2 * math.exp(variance / 2) + 1
 
 
 def format_error(format: Format) -> float:
-    """Expected squared error of a token's part of the output, relative to that part."""
+    """Expected squared error of a token's contribution to the output, relative to it."""
     if format.plain:
         return 0.0
     k, v = (10 ** (-SQNR_DB[bits] / 10) for bits in (format.k_bits, format.v_bits))
@@ -34,7 +34,7 @@ def format_error(format: Format) -> float:
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of pages: ``page[tier]`` bytes hold ``page_tokens`` tokens of one head cache."""
+    """Bytes of pages: ``page[tier]`` bytes hold ``page_tokens`` tokens of one head cache."""
 
     page: tuple[int, ...]
     page_tokens: int
@@ -47,7 +47,7 @@ class Prices:
 
 
 def hull(cost: Sequence[float], error: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Tiers on the lower convex hull of (cost, error), dearest first, and the error a byte saved costs between them."""
+    """Tiers on the lower convex hull of (cost, error), most expensive first, and the error per byte saved."""
     tiers: list[int] = [0]
     slopes: list[float] = []
     while cheaper := [t for t in range(len(cost)) if cost[t] < cost[tiers[-1]]]:

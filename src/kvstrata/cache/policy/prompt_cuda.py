@@ -1,11 +1,11 @@
-"""The append of prompts to one layer, prepared for the others: layer after layer gets the same tokens of other rows.
+"""Appends prompts to one layer with launches prepared by the first: every layer gets the same tokens with other rows.
 
     first layer   plan, counts, lists, launches ──▶ kept
     others        pages ──one upload──▶ addresses of rows and of the layer's tables ──▶ the same launches
 
-Without mass the plan depends on lengths alone. So do the lists of moves and the sizes of all launches; what differs is
-which pages there are, where K and V are, and where the layer begins in tables and centres. Parameters are rewritten in
-place; the numbers of places and of table entries stay those of the first layer.
+Without mass the plan depends on lengths alone, and so do the lists of moves and the sizes of all launches. Layers
+differ only in their pages, the addresses of K and V, and where they begin in tables and centres. Parameters are
+rewritten in place; the numbers of places and of table entries stay those of the first layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADDRESS = struct.Struct("Q")
 
 
 class Prepared:
-    """Parameters of launches that serve layer after layer. Valid on the stream they were prepared on."""
+    """Parameters of launches that are reused layer by layer. Valid on the stream they were prepared on."""
 
     def __init__(
         self, cache: CacheState, layer: int, requests: np.ndarray, rows: NewRows, device: int, centred: np.ndarray
@@ -43,12 +43,12 @@ class Prepared:
         self._centred_after = cache._centred[requests, layer]
         self._stream = None if cache.device.type == "cpu" else jit.current_stream(cache.device.index or 0)
         self._strides = (rows.k.stride(0), rows.v.stride(0))
-        self._of_k: list[tuple[bytearray, int]] = []  # where parameters name K
+        self._of_k: list[tuple[bytearray, int]] = []  # parameters that contain the address of K
         self._of_v: list[tuple[bytearray, int]] = []
         self._of_layer: list[tuple[bytearray, int, int, int]] = []
 
     def _add_layer_addresses(self, cache: CacheState, params: bytearray, offsets: dict[str, int]) -> None:
-        """Note where parameters name tables by layer: parameters, offset, address for layer 0, bytes of a layer."""
+        """Record the parameters that are addresses of per-layer tables: buffer, offset, address for layer 0, stride."""
         heads, tiers, max_pages = cache.buckets.page_table.shape[2:]
         sizes = {"count": 4 * heads * tiers, "table": 4 * heads * tiers * max_pages, "reports": 8}
         sizes |= {"stored": 4 * heads * cache.head_dim, "balance": heads * cache.head_dim}
@@ -69,7 +69,7 @@ class Prepared:
         return self._stream is None or self._stream == jit.current_stream(self._device)
 
     def accepts(self, rows: NewRows) -> bool:
-        """True for rows that are aligned as the kernels need them, with the strides of the first."""
+        """True for rows with the alignment that the kernels need and the strides of the first rows."""
         if (rows.k.data_ptr() | rows.v.data_ptr()) % ROW_BYTES:
             return False
         return (rows.k.stride(0), rows.v.stride(0)) == self._strides
@@ -96,7 +96,7 @@ class PreparedPrompt(Prepared):
         moved: CountedMoves,
         centred: np.ndarray,
     ) -> None:
-        """The transaction that moves the rows is not complete yet."""
+        """Called before the transaction that moves the rows is complete."""
         super().__init__(cache, layer, requests, rows, moved.launches.device, centred)
         buckets, counted = cache.buckets, moved.counted
         self._counts = buckets.host_count[requests, layer]
@@ -119,7 +119,7 @@ class PreparedPrompt(Prepared):
         self._add_layer_addresses(cache, centres.params, centre_cuda.OFFSETS)
 
     def prepare(self, cache: CacheState, change: Transaction, layer: int, rows: NewRows) -> None:
-        """Take pages, update the host's tables; the tokens come when the transaction completes."""
+        """Allocate pages and update the host's tables; tokens are written when the transaction completes."""
         buckets, where = cache.buckets, (self._requests, layer)
         taken = change.allocate_all(self._pages)
         table, count = buckets.host_table.reshape(-1), buckets.host_count
@@ -135,7 +135,7 @@ class PreparedPrompt(Prepared):
         if not buckets.by_cuda:
             buckets.pool.clear(taken[0], 0)
         self._point(layer, rows)
-        self._compute.run()  # before the tables change, which host and device share where kernels are emulated
+        self._compute.run()  # before the tables change: host and device share them if kernels are emulated
 
         def restore() -> None:
             table[entries], count[where], cache._centred[where] = -1, 0, self._centred

@@ -1,10 +1,11 @@
-"""The append of prompts with mass to one layer, prepared for the others.
+"""Appends prompts with mass to one layer with launches prepared by the first.
 
     first layer   plan, centres ──▶ kept
     others        importance ──▶ the same launches plan for other addresses ──one wait──▶ pages, lists, moves
 
-With mass each layer has a plan of its own: its counts say how many pages there are, so the host waits for them once.
-Nothing else is uploaded for the plan: the places stay those of the first layer, and tables begin where the layer does.
+With mass each layer has its own plan: its counts determine the number of pages, so the host waits for them once.
+Nothing
+else is uploaded for the plan: the places stay those of the first layer, and tables begin where the layer does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def supports(cache: CacheState, planned: settle_cuda.Planned) -> bool:
-    """True if the launches of a plan for prompts with mass can plan for other layers."""
+    """True if the launches of a plan for prompts with mass can be reused for other layers."""
     fresh, device = planned.fresh, planned.outcome.device
     if fresh is None or fresh.importance is None or device.params is None or planned.counted.counting is None:
         return False
@@ -58,7 +59,7 @@ class PreparedPlan(Prepared):
         assert planned.fresh is not None
         super().__init__(cache, layer, requests, rows, counting.device, centred)
         self._outcome, self._centres = device, centres
-        self._fresh = replace(planned.fresh, importance=None)  # that of the layer is its own
+        self._fresh = replace(planned.fresh, importance=None)  # each layer has its own importance
         self._plan = Launches(counting.device, (*device.launches, *counting.launches), device)
         count = counting.launches[0].params
         self._of_k.append((centres.params, centre_cuda.OFFSETS["k"]))
@@ -76,7 +77,7 @@ class PreparedPlan(Prepared):
         importance: torch.Tensor,
         lengths: Sequence[int],
     ) -> None:
-        """Plan, wait, take pages; the tokens come when the transaction completes. BudgetExceeded if they do not fit.
+        """Plan, wait, allocate pages; tokens are written when the transaction completes. Raises BudgetExceeded.
 
         ``importance [tokens, kv_heads]`` float32, ``lengths`` of the requests.
         """
@@ -85,13 +86,13 @@ class PreparedPlan(Prepared):
             ADDRESS.pack_into(params, offset, importance.data_ptr())
         self._plan.run()
         outcome = settle_cuda.Outcome(self._outcome)
-        self._centres.compute.run()  # while the outcome is on its way
+        self._centres.compute.run()  # while the outcome is copied to the host
         layers, fresh = np.full_like(self._requests, layer), replace(self._fresh, importance=importance)
-        planned = settle_cuda.again(cache, outcome, layers, self._requests, fresh, rows)
+        planned = settle_cuda.reuse_plan(cache, outcome, layers, self._requests, fresh, rows)
         places = [(layer, [request]) for request in self._requests.tolist()]
         check_plans(cache, places, [[n] for n in lengths], planned.needed)
         begun = settle_cuda.coded(cache, planned) & ~self._centred
-        if not np.array_equal(begun, self._centred_after & ~self._centred):  # other centres than in the first layer
+        if not np.array_equal(begun, self._centred_after & ~self._centred):  # other centres than the first layer's
             settle_cuda.move(cache, change, planned, rows)
             return
         change.set(cache._centred, (self._requests, layer), self._centred_after)

@@ -1,10 +1,10 @@
-"""Reports of attention mass: how many queries gave theirs, and how long the request was then.
+"""Reports of attention mass: the number of queries that reported, and the length of the request at that time.
 
     numbers   int32 [requests, layers, 2]   queries whose mass was reported, length at the last report
     state     int32 [2]                     decode steps observed so far; 1 once any page had two owners
 
-Both are device tensors at fixed addresses and have no copy on the host: a captured decode step reports too
-(`attention/decode/observe.py`) without telling the host.
+Both are device tensors at fixed addresses without a copy on the host, because a captured decode step reports too
+(`attention/decode/observe.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Reports:
 
     @property
     def steps(self) -> int:
-        """Decode steps observed so far, which say whose turn is next; waits for the device."""
+        """Decode steps observed so far, which determine the layers that are observed next; waits for the device."""
         return int(self.state[0])
 
     def set_steps(self, steps: int) -> None:
-        """Go on as after so many observed steps, in a copy: its layers take the turns that they would have taken."""
+        """Continue the rotation of a copied cache after ``steps`` observed steps."""
         self.state[0] = steps
 
     def at(self, requests: Sequence[int] | np.ndarray, layers: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -46,9 +46,9 @@ class Reports:
         return self.numbers.cpu().numpy()[list(requests), list(layers)].T.astype(np.int64)
 
     def add(self, change: Transaction, requests: Sequence[int], layer: int, queries: int, ends: Sequence[int]) -> None:
-        """Count ``queries`` more of each request at these lengths, at once; undone if the transaction fails."""
+        """Count ``queries`` more for each request at these lengths, immediately; undone if the transaction fails."""
         of_layer = self.numbers[:, layer]
-        if len(requests) == 1:  # a prompt: nothing is uploaded
+        if len(requests) == 1:  # a prompt: no upload
             self._add_one(change, of_layer[requests[0]], min(queries, MOST), ends[0])
             return
         rows, lengths = change.pool.to_device(np.array([list(requests), list(ends)], np.int64))

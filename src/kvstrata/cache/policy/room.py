@@ -1,6 +1,6 @@
-"""Room: whether tokens fit the budget as things stand, and slabs that it does not allow to keep.
+"""Room: whether tokens fit the budget as it stands, and which slabs must be freed.
 
-Pages are what is paid: a token that fits a page that is there costs nothing, one that does not costs a page.
+Pages are what is charged: a token that fits an existing page costs nothing, one that does not costs a page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Layers = int | Sequence[int] | np.ndarray
 
 
 def physical(cache: CacheState, layers: Layers) -> np.ndarray:
-    """The price of each layer's pages, shared ones once; int64, of the shape of ``layers``."""
+    """Bytes of each layer's pages, shared ones counted once; int64, in the shape of ``layers``."""
     buckets, prices = cache.buckets, np.array(cache.policy.prices.page)
     if not cache.pool.shares:
         return (buckets.pages_of().sum(0) @ prices)[layers]

@@ -1,8 +1,8 @@
-"""Scopes of a cache: which requests share a sum of bytes, what is planned for them, and the plan carried out.
+"""Scopes of a cache: requests that share a sum of bytes, and planning and moving their tokens.
 
     requests ──▶ scopes ──▶ snapshot of their tokens ──▶ plan (plan.py) ──▶ move (apply.py)
 
-A plan changes nothing, so that all scopes of an operation are planned before the first token moves.
+A plan changes nothing, so all scopes of an operation are planned before the first token moves.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ Place = tuple[int, list[int]]  # a layer and the requests of a scope
 
 
 def scopes_of(cache: CacheState, requests: Sequence[int]) -> list[list[int]]:
-    """Requests that share a sum of bytes, if any of the given is among them."""
+    """Sets of requests that share a sum of bytes with any of the given ones."""
     if not requests:
         return []
     return [sorted(cache._active | set(requests))] if cache.budget.shared else [[r] for r in requests]
 
 
 def pairs(places: Sequence[Place]) -> tuple[list[int], list[int]]:
-    """Layers and requests of places, scope by scope: what the buckets of their tokens count."""
+    """Layer and request of each (place, request), scope by scope: the order of their buckets."""
     return [layer for layer, scope in places for _ in scope], [request for _, scope in places for request in scope]
 
 
 def make_scopes(cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]) -> Scopes:
-    """Tokens of requests that will have these lengths, with the bytes they share."""
+    """Scopes of tokens whose requests will have these lengths, with the bytes they share."""
     layers, requests = pairs(places)
-    held = np.array([[n for some in lengths for n in some]], np.int64)
+    held = np.array([[n for scope in lengths for n in scope]], np.int64)
     numbers = np.concatenate([held, cache.reports.at(requests, layers)]).repeat(cache.kv_heads, 1)
     return Scopes(
         tokens,
         numbers,
         cache.kv_heads,
         tuple(len(scope) * cache.kv_heads for _, scope in places),
-        tuple(cache.budget.pages_at([layer for layer, _ in places], [some[0] for some in lengths])),
+        tuple(cache.budget.pages_at([layer for layer, _ in places], [scope[0] for scope in lengths])),
     )
 
 
 def plan_scopes(
     cache: CacheState, places: Sequence[Place], tokens: Tokens, lengths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Targets for all tokens of places whose requests will have these lengths; or BudgetExceeded."""
+    """Targets for all tokens of places whose requests will have these lengths; raises BudgetExceeded."""
     if cache.budget.amount is None:
         return tokens.tier.clamp(min=0)
     plans = plan_all(make_scopes(cache, places, tokens, lengths), cache.policy, cache.policy.settle_every)
@@ -73,7 +73,7 @@ def plan_scopes(
 def check_plans(
     cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]], needed: Sequence[int | None]
 ) -> None:
-    """BudgetExceeded for the first place whose tokens do not fit."""
+    """Raise BudgetExceeded for the first place whose tokens do not fit."""
     for (layer, requests), held, least in zip(places, lengths, needed, strict=True):
         if least is not None:
             where = f"for the pages of layer {layer} and requests {requests} ({sum(held)} tokens)"
@@ -89,9 +89,9 @@ def move_tokens(
     target: torch.Tensor,
     fresh: NewRows | None = None,
 ) -> None:
-    """All tokens of places to their targets, in one go; new tokens are rows of ``fresh``.
+    """Move all tokens of places to their targets together; new tokens are rows of ``fresh``.
 
-    The tokens move when the transaction completes, so a place may move once in it.
+    Tokens move when the transaction completes, so a place may move only once in it.
     """
     layers, requests = pairs(places)
     if requests:
@@ -106,7 +106,7 @@ def settle_scopes(
     scopes: list[list[int]],
     room: dict[int, int] | None = None,
 ) -> list[list[int]]:
-    """All in one go; with ``room`` those whose requests get it for so many tokens in every layer. Returns which did."""
+    """Settle scopes together; with ``room`` only those that gain it in every layer. Returns which settled."""
     if cache.budget.amount is None or not scopes:
         return []
     places = [(layer, scope) for layer in layers for scope in scopes]
@@ -127,7 +127,7 @@ def settle_scopes(
 
 @dataclass(frozen=True)
 class TokenPlans:
-    """Plans for the tokens of places, not carried out yet."""
+    """Plans for the tokens of places, not executed yet."""
 
     needed: list[int | None]
     spare: list[int]
@@ -135,7 +135,7 @@ class TokenPlans:
 
 
 def plan_tokens(cache: CacheState, places: Sequence[Place], lengths: Sequence[Sequence[int]]) -> TokenPlans:
-    """Plan the tokens that places have, for these lengths: by kernels on a CUDA device, else with a list of them."""
+    """Plan the existing tokens of places for these lengths: with kernels on a CUDA device, else with a token list."""
     if settle_cuda.supports(cache):
         planned = settle_cuda.plan(cache, places, lengths)
         return TokenPlans(planned.needed, planned.spare, partial(settle_cuda.move, cache, planned=planned))
@@ -146,11 +146,11 @@ def plan_tokens(cache: CacheState, places: Sequence[Place], lengths: Sequence[Se
 
 
 def settle_ahead(cache: CacheState, change: Transaction, layer: int, requests: list[int], lengths: list[int]) -> bool:
-    """Make room in all layers at once when one needs it: a step of a model brings them all to the same point.
+    """Make room in all layers at once when one needs it, since a step of a model brings all layers to the same length.
 
-    One search for all costs little more than for one. Only requests that have no room settle: when one does, does
-    not depend on the others. Where no room is found, it is not tried again for a while. Those that settled have room:
-    if others have none, only these are left to plan.
+    One search for all costs little more than for one. Only requests without room settle, so when a request settles does
+    not depend on the others. If no room is found, the search is not repeated for a while. Requests that settled have
+    room; if others have none, only those are left to plan.
     """
     if cache.layers == 1 or cache.policy.name != "importance" or not cache.policy.per_head:
         return False

@@ -1,9 +1,9 @@
-"""Settling on a CUDA device: kernels plan and move, and there are no lists of tokens; the host waits once, for counts.
+"""Settling on a CUDA device: kernels plan and move without token lists; the host waits once, for counts.
 
     places ──plan_cuda.py──▶ targets ──moves_cuda.py──▶ counts ──▶ host: pages ──▶ launches of the moves
 
-The counts come to pinned memory behind an event, so a plan can be made a step ahead and be waited for in the next. The
-plan of a prompt without mass depends on its length alone: it is made for the first layer and holds for all.
+The counts are copied to pinned memory behind an event, so a plan can be made one step ahead and awaited in the next.
+The plan of a prompt without mass depends only on its length: it is made for the first layer and holds for all.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from kvstrata.cache.storage.transaction import Transaction
 
 
-LARGEST_KEPT = 1 << 22  # new tokens and heads of a prompt whose plan is kept for the next layer
+LARGEST_KEPT = 1 << 22  # maximum new tokens x heads of a prompt whose plan is kept for the next layer
 
 
 class Outcome:
-    """Results of a plan's kernels, on their way to the host."""
+    """Results of a plan's kernels, being copied to the host."""
 
     def __init__(self, device: DevicePlan) -> None:
         self.device = device
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for places, not carried out yet; its kernels and the copy of its outcome are queued."""
+    """A plan for places, not executed yet; its kernels and the copy of its outcome are queued."""
 
     layers: np.ndarray  # [places]
     requests: np.ndarray
@@ -85,10 +85,10 @@ def plan(
     rows: NewRows | None = None,
     unwritten: np.ndarray | None = None,
 ) -> Planned:
-    """Plan places, a layer and the requests of a scope each, whose requests will have these lengths.
+    """Plan places, each a layer and the requests of a scope, whose requests will have these lengths.
 
-    ``rows``: K and V of ``fresh``. Without them, tokens that are planned as new are left out when the plan is carried
-    out: they have room and come later. ``unwritten``: 1 for each place whose last token is counted and not written yet.
+    ``rows``: K and V of ``fresh``. Without them, tokens planned as new are left out when the plan is executed: they
+    have room and are written later. ``unwritten``: 1 for each place whose last token is counted but not written yet.
     """
     layers = np.array([layer for layer, scope in places for _ in scope])
     requests = np.array([request for _, scope in places for request in scope])
@@ -96,7 +96,7 @@ def plan(
     if rows is not None and fresh is not None and fresh.importance is None:
         key = _prompt(cache, layers, requests, lengths, fresh)
         if key is not None and cache._prompt is not None and cache._prompt[0] == key:
-            return again(cache, cache._prompt[1], layers, requests, fresh, rows)
+            return reuse_plan(cache, cache._prompt[1], layers, requests, fresh, rows)
     planned = _queue(
         cache,
         layers,
@@ -121,7 +121,7 @@ def plan_each(
     fresh: Fresh,
     unwritten: np.ndarray | None = None,
 ) -> Planned:
-    """`plan` of places that share their bytes with none, all arrays ``[places]``; rows of ``fresh`` come later."""
+    """`plan` of places that do not share their bytes, all arrays ``[places]``; rows of ``fresh`` are written later."""
     allowed = cache.budget.granted_at(layers, lengths) - cache.budget.overhead
     return _queue(cache, layers, requests, lengths, np.ones_like(layers), allowed, fresh, None, unwritten)
 
@@ -137,7 +137,7 @@ def _queue(
     rows: NewRows | None,
     unwritten: np.ndarray | None,
 ) -> Planned:
-    """Queue the kernels that plan and count, and the copy of their results; arrays as `plan_places` takes them."""
+    """Queue the kernels that plan and count, and the copy of their results; arrays as for `plan_places`."""
     where, headroom = requests * cache.layers + layers, cache.policy.settle_every
     device = plan_places(
         cache.buckets, cache.policy, where, lengths, cache.reports, scopes, allowed, headroom, fresh, unwritten
@@ -162,7 +162,7 @@ def _queue(
 def _prompt(
     cache: CacheState, layers: np.ndarray, requests: np.ndarray, lengths: Sequence[Sequence[int]], fresh: Fresh
 ) -> tuple[object, ...] | None:
-    """Key of the plan of prompts; None if there are other tokens, or too many new ones to keep it."""
+    """Cache key of a plan for prompts; None if there are other tokens, or too many new ones to keep it."""
     if cache.buckets.host_count[requests, layers].any():
         return None
     if int(fresh.counts.sum()) * cache.kv_heads > LARGEST_KEPT:
@@ -172,14 +172,14 @@ def _prompt(
 
 
 def is_prompt(cache: CacheState, planned: Planned) -> bool:
-    """True if a plan is that of prompts, each with an allowance of its own: it holds in layers of the same share."""
+    """True if a plan is for prompts with separate allowances: it then holds in layers with the same share."""
     return not cache.budget.shared and cache._prompt is not None and cache._prompt[1] is planned.outcome
 
 
-def again(
+def reuse_plan(
     cache: CacheState, same: Outcome, layers: np.ndarray, requests: np.ndarray, fresh: Fresh, rows: NewRows
 ) -> Planned:
-    """A plan for the same requests in another layer, whose outcome is known or on its way."""
+    """A plan for the same requests in another layer, whose outcome is known or being copied."""
     device = same.device
     counted = Moves(
         cache.buckets,
@@ -197,7 +197,7 @@ def again(
 
 
 def coded(cache: CacheState, planned: Planned, numbers: np.ndarray | None = None) -> np.ndarray:
-    """True for each place that gets tokens as codes; ``numbers``: those of the plan unless given."""
+    """True for each place that gets tokens as codes; ``numbers`` default to those of the plan."""
     came = (planned.outcome.values[2] if numbers is None else numbers)[1]
     return came.reshape(len(planned.layers), -1, len(cache.page_formats))[:, :, 1:].any((1, 2))
 
@@ -209,7 +209,7 @@ def move(
     rows: NewRows | None = None,
     without: np.ndarray | None = None,
 ) -> tuple[Centres, apply.CountedMoves | None]:
-    """Carry out a plan when the transaction completes; ``rows`` are those of new tokens, as they were planned with.
+    """Execute a plan when the transaction completes; ``rows`` of new tokens are those it was planned with.
 
     ``without``: True for each place that stays as it is. Returns what will run; None for moves if there are none.
     """

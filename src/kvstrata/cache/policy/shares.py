@@ -1,13 +1,13 @@
-"""Shares: how layers that suffer more from rounding get more of the bytes, under the same sum.
+"""Shares: layers that suffer more from rounding get more of the bytes, with the same total.
 
-A fraction allows every layer the same bytes per token. The least of these pay for the lowest tier, the rest is slack,
-and slack is what layers share. Codes of one more bit in K and V have about a third of the squared error, so bytes
-should follow the logarithm of the sensitivity:
+A fraction allows every layer the same bytes per token. Part of them pay for the lowest tier; the rest is slack, which
+is distributed over layers. One more bit in K and V has about a third of the squared error, so bytes should grow with
+the logarithm of the sensitivity:
 
     bytes(l) = least + clip(slack + BYTES D (ln s(l) - x), 0, most - least),    mean of bytes(l) = least + slack
 
-x, the Lagrange multiplier of the sum, is bisected. Shares multiply the slack of any length, so no layer is allowed less
-than its need, the sum over layers is what it is without shares, and a context that has no slack has no shares.
+x, the Lagrange multiplier of the sum, is bisected. Shares multiply the slack at any length, so no layer is allowed less
+than its need, the sum over layers is the same as without shares, and a context without slack has no shares.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvstrata.checks import check_number
 
 from .budget import Budget
 
-BYTES = 0.075  # for each value of head_dim and a sensitivity e times as high, by KL: docs/decisions.md
-RANGE = 1e6  # of sensitivities: lower ones count as this part of the highest
+BYTES = 0.075  # per value of head_dim, for a sensitivity e times as high; chosen by KL: docs/decisions.md
+RANGE = 1e6  # range of sensitivities: lower ones are raised to the highest divided by this
 
 
 def check_sensitivity(values: Sequence[float] | None, layers: int) -> tuple[float, ...] | None:
@@ -41,13 +41,13 @@ def check_sensitivity(values: Sequence[float] | None, layers: int) -> tuple[floa
 
 
 def shares_of(budget: Budget, sensitivity: Sequence[float], head_dim: int) -> tuple[float, ...]:
-    """Share of a fraction's slack by layer, with a mean of 1; empty where there is nothing to share."""
+    """Share of a fraction's slack by layer, mean 1; empty if there is nothing to share."""
     lowest, widest = (budget.page_price[tier] / budget.page_tokens for tier in (-1, 1))
     return by_slack(sensitivity, float(budget.amount or 0) * budget.token_bytes - lowest, widest - lowest, head_dim)
 
 
 def by_slack(sensitivity: Sequence[float], slack: float, most: float, head_dim: int) -> tuple[float, ...]:
-    """`shares_of` with ``slack`` bytes of a token and KV head above the lowest tier, ``most`` in the widest."""
+    """`shares_of` with ``slack`` bytes per token and KV head above the lowest tier, and ``most`` for the widest."""
     cost = np.array(sensitivity, np.float64)
     if not 0 < slack < most or not cost.any():
         return ()

@@ -1,4 +1,4 @@
-// A block's ways through the tokens of a head cache: spans of indices, lists in shared memory, sums.
+// Loops of a block over the tokens of a head cache: spans of indices, lists in shared memory, sums.
 #pragma once
 
 #include "plan.cuh"
@@ -24,7 +24,7 @@ template <bool kTogether, class F> __device__ __forceinline__ void each(Span one
   }
 }
 
-// Appends the values of those lanes that have one to a list in shared memory.
+// Appends the values of the lanes that have one to a list in shared memory.
 __device__ __forceinline__ void append(int* list, int* size, bool has, int value) {
   const unsigned lanes = __ballot_sync(~0u, has);
   if (!lanes) return;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void append(int* list, int* size, bool has, int value
   if (has) list[first + __popc(lanes & ((1u << lane) - 1))] = value;
 }
 
-// Sums over the block, one after the other: three cells take turns.
+// Sums over the block, one after the other: three cells are used in rotation.
 struct Tally {
   int* cells;
   int number = 0;
@@ -63,7 +63,7 @@ struct Able {
   const int* list = nullptr;
   int size = 0;
 
-  // Those of this thread with a key from `middle` on.
+  // Number of this thread's tokens with a key from `middle` on.
   __device__ __forceinline__ int count(int middle) const {
     const unsigned wide = past - middle;
     int many = 0;

@@ -1,4 +1,4 @@
-"""A range of addresses for all slabs of a CPU pool: memory is committed when written and returned slab by slab.
+"""Address range for all slabs of a CPU pool: memory is committed when written and returned slab by slab.
 
 Pages anywhere in it are one indexed read or write, across slabs. Reserved addresses cost nothing.
 """
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 
-# Linux: do not count the range against what may be committed; Python names the flag from 3.13 on.
+# Linux: do not count the range against the commit limit; Python names the flag from 3.13 on.
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
 
 
@@ -26,8 +26,8 @@ class Space:
                 self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
         except (OSError, ValueError, OverflowError) as error:
             raise RuntimeError(
-                f"pool: expected {nbytes} bytes of addresses, the system gives none ({error});"
-                " ask for fewer max_requests or max_tokens"
+                f"pool: expected {nbytes} bytes of addresses, the system refused ({error});"
+                " use fewer max_requests or max_tokens"
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
@@ -35,7 +35,7 @@ class Space:
         self._runs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def runs(self, start: int, size: int, step: int = 64) -> np.ndarray:
-        """``runs(..)[i]`` is the ``size`` bytes from ``i * step + start`` on, as one element."""
+        """``runs(..)[i]`` are the ``size`` bytes from ``i * step + start`` on, as one element."""
         key = (start, size, step)
         if key not in self._runs:
             whole = self.bytes.numpy()

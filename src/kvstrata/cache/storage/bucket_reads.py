@@ -1,4 +1,4 @@
-"""Tokens of buckets as they are read: lists of positions, importance and pages, and the rows themselves."""
+"""Reads tokens of buckets: lists of positions, importance and pages, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def runs(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 class BucketReads:
-    """The part of `Buckets` that changes nothing but importance."""
+    """The part of `Buckets` that modifies nothing but importance."""
 
     pool: Pool
     page_formats: tuple[PageFormat, ...]
@@ -52,7 +52,7 @@ class BucketReads:
         return bucket, index, table[bucket, index].astype(np.int64)
 
     def handles(self, requests: np.ndarray) -> np.ndarray:
-        """All pages of requests, int64; a shared page once for each of them."""
+        """All pages of requests, int64; a shared page appears once per owner."""
         pages = -(-self.host_count[requests].astype(np.int64) // self.page_tokens).reshape(len(requests), -1)
         first = (requests[:, None] * pages.shape[1] + np.arange(pages.shape[1])).reshape(-1) * self.max_pages
         bucket, page = spans(np.zeros(pages.size, np.int64), pages.reshape(-1))
@@ -60,9 +60,9 @@ class BucketReads:
 
     def snapshot(self, layer: int, requests: Sequence[int]) -> Tokens:
         """All tokens of these requests: tier by tier, bucket by bucket, slot by slot. Does not wait for the device."""
-        return self.look(layer, requests)[0]
+        return self.snapshot_with_handles(layer, requests)[0]
 
-    def look(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
+    def snapshot_with_handles(self, layer: int, requests: Sequence[int]) -> tuple[Tokens, torch.Tensor]:
         """`snapshot`, and the handles of the tokens' pages."""
         ids = np.array(requests, np.int64)
         buckets = np.arange(ids.size * self.kv_heads * len(self.page_formats)).reshape(-1, len(self.page_formats))
@@ -75,7 +75,7 @@ class BucketReads:
         return self._tokens_of(ids, layer_ids, np.arange(np.prod(shape)).reshape(shape).transpose(0, 2, 1))[0]
 
     def _tokens_of(self, requests: np.ndarray, layers: np.ndarray, order: np.ndarray) -> tuple[Tokens, torch.Tensor]:
-        """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and their pages' handles."""
+        """Tokens of places, bucket by bucket (head_cache * tiers + tier) in this order, and handles of their pages."""
         order, tiers = order.reshape(-1), len(self.page_formats)
         host = self.host_count[requests, layers].reshape(-1).astype(np.int64)[order]
         n = int(host.sum())
@@ -97,12 +97,12 @@ class BucketReads:
     def handles_at(
         self, bases: torch.Tensor, bucket: torch.Tensor, slot: torch.Tensor, table: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Handles of tokens' pages in ``table``, by default the one on the device."""
+        """Handles of tokens' pages in ``table``, by default the device's."""
         table = self.page_table if table is None else table
         return table.view(-1)[bases[bucket] + slot // self.page_tokens].long()
 
     def _side(self, handle: torch.Tensor, slot: torch.Tensor, tier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64) and importance (float32) of tokens; zeros where no importance is kept."""
+        """Positions (int64) and importance (float32) of tokens; zeros if importance is not kept."""
         kind, slot = self.page_formats[0], slot % self.page_tokens
         position = torch.empty_like(slot)
         importance = torch.zeros(len(slot), dtype=torch.float32, device=self.device)

@@ -1,7 +1,7 @@
-"""Free pages of a pool's slabs: stacks, so that taking and giving back cost by the pages and slabs touched.
+"""Free pages of a pool's slabs as stacks, so that allocating and freeing cost only the pages and slabs touched.
 
-    stack[slab]      [ 9 7 4 . . . ]    indices of free pages; the last one, ``per_slab - used``, is taken first
-    available[tier]  [ 3 8 21 ]         slabs of a tier with a free page, ascending; the first is taken from first
+    stack[slab]      [ 9 7 4 . . . ]    indices of free pages; the last one, ``per_slab - used``, is allocated first
+    available[tier]  [ 3 8 21 ]         slabs of a tier with a free page, ascending; the first is used first
 
 Allocation is deterministic: equal sequences of calls return equal pages. A slab that is opened has all of its pages
 in order, lowest first.
@@ -15,14 +15,14 @@ import numpy as np
 
 
 def merged(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Two sorted arrays as one, sorted."""
+    """Merge two sorted arrays."""
     if not len(a) or not len(b):
         return a if len(a) else np.sort(b)
-    return np.sort(np.concatenate([a, b]), kind="stable")  # runs are merged, not sorted
+    return np.sort(np.concatenate([a, b]), kind="stable")  # merges runs
 
 
 def without(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Elements of a sorted array that are not in another; those of ``b`` may be anywhere."""
+    """Elements of a sorted array that are not in ``b``, which may be unsorted."""
     if not len(a) or not len(b):
         return a
     keep = np.ones(len(a), bool)
@@ -42,18 +42,18 @@ class FreeLists:
         self._stack = np.empty(capacity * self.width, np.int16 if self.width < 2**15 else np.int32)
 
     def open(self, tier: int, slabs: np.ndarray) -> None:
-        """Give a tier slabs, ascending, all of whose pages are free."""
+        """Add slabs, ascending, all of whose pages are free, to a tier."""
         n = int(self.per_slab[tier])
         self._stack.reshape(-1, self.width)[slabs, :n] = np.arange(n - 1, -1, -1)
         self.used[slabs] = 0
         self.available[tier] = merged(self.available[tier], slabs)
 
     def close(self, tier: int, slabs: np.ndarray) -> None:
-        """Take slabs, ascending, from a tier."""
+        """Remove slabs, ascending, from a tier."""
         self.available[tier] = without(self.available[tier], slabs)
 
     def take(self, tier: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Slab and index of ``n`` pages; there must be as many."""
+        """Slab and index of ``n`` pages, which must be free."""
         available = self.available[tier]
         slabs = available[:n]
         free = self.per_slab[tier] - self.used[slabs]
@@ -65,14 +65,14 @@ class FreeLists:
         self.used[slabs] += taken
         self.available[tier] = available[last + (spare == 0) :]
         slab = slabs.repeat(taken)
-        top = slabs * self.width + (ends[: last + 1] - 1)  # of the stack, for the first page; the next is one below
+        top = slabs * self.width + (ends[: last + 1] - 1)  # top of the stack, for the first page; the next is one below
         return slab, self._stack[top.repeat(taken) - np.arange(n)].astype(np.int64)
 
     def give(self, pages: np.ndarray, tier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Push pages, each given once as ``slab * width + index``; ``tier`` of all slabs. Returns slabs and counts."""
         pages = np.sort(pages)
         slab = pages // self.width
-        begins = np.ones(len(pages) + 1, bool)  # of a slab's run, and the end
+        begins = np.ones(len(pages) + 1, bool)  # start of each slab's run, and the end
         np.not_equal(slab[1:], slab[:-1], out=begins[1:-1])
         bounds = begins.nonzero()[0]
         firsts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
@@ -94,7 +94,7 @@ class FreeLists:
         return self._stack[first : first + int(self.per_slab[tier] - self.used[slab])].tolist()
 
     def recount(self, tier: int, slabs: np.ndarray, refs: np.ndarray) -> None:
-        """Build the stacks of slabs, ascending, anew from the owners of their pages."""
+        """Rebuild the stacks of slabs, ascending, from the refcounts of their pages."""
         n = int(self.per_slab[tier])
         stack = self._stack.reshape(-1, self.width)
         for slab in slabs.tolist():

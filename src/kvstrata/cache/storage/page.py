@@ -1,13 +1,13 @@
 """Tokens of a page: offsets of their codes, scales, position and importance; how to read, write and re-encode them.
 
-A page of the pool is the run of bytes that `layout.Format` describes, followed by the cache's notes on its tokens:
+A page of the pool is the run of bytes that `layout.Format` describes, followed by the cache's metadata of its tokens:
 
     [K codes][V codes][scales]  or  [K rows][V rows]      page_bytes, what attention streams
     [positions, int16 or int32][importance, float32]      at position_offset and importance_offset
 
-so both move, are shared and are copied together. The functions here work on copies of whole pages ``[n, stride]``.
-Writing a code changes bits of a byte that other tokens may share: differences of disjoint fields are added, which
-needs no order and no second copy of the page.
+so both are moved, shared and copied together. The functions here work on copies of whole pages ``[n, stride]``. Writing
+a code changes bits of a byte that other tokens may share: differences of disjoint fields are added, which needs no
+order and no second copy of the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstrata.layout.format import UNIT, Format
 from kvstrata.quant import reference as quant
 
 Table = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-COMPILED_ROWS = 64  # from so many rows on the loops of page_numba.py are faster than torch
+COMPILED_ROWS = 64  # from this many rows on, the loops of page_numba.py are faster than torch
 
 
 @lru_cache(maxsize=1)
@@ -38,7 +38,7 @@ def _numba() -> ModuleType | None:
 
 
 def loops_for(x: torch.Tensor) -> ModuleType | None:
-    """Compiled loops for rows ``x [n, D]``; None for torch."""
+    """Compiled loops for rows ``x [n, D]``; None to use torch."""
     return _numba() if x.device.type == "cpu" and len(x) >= COMPILED_ROWS else None
 
 
@@ -71,7 +71,7 @@ class PageFormat:
     """Pages of one tier: a format, and the positions and importance that follow the codes."""
 
     format: Format
-    dtype: torch.dtype  # of plain rows, and of decoded rows
+    dtype: torch.dtype  # dtype of plain rows, and of decoded rows
     position_dtype: torch.dtype
     keeps_importance: bool
     device: torch.device
@@ -197,9 +197,9 @@ class PageFormat:
         both[page, k_index[slot]], both[page, v_index[slot]] = rows.k_scale, rows.v_scale
 
     def encode(self, rows: Rows, source: PageFormat, centre: torch.Tensor | None) -> Rows:
-        """Tokens of pages of ``source`` for pages of this kind; ``centre [n, D]`` is for plain sources.
+        """Encode tokens from pages of ``source`` for pages of this format; ``centre [n, D]`` is for plain sources.
 
-        From codes to codes nothing is rotated or centred again, and a side whose width stays keeps its codes.
+        From codes to codes nothing is rotated or centred again, and a side whose width does not change keeps its codes.
         """
         assert not self.format.plain
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -222,7 +222,7 @@ class PageFormat:
     def encode_new(
         self, new: NewRows, row: torch.Tensor, centre: torch.Tensor, head_cache: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Codes and scales of K and of V of the new rows ``row[i]``, as `encode` makes them.
+        """Codes and scales of K and of V of the new rows ``row[i]``, as `encode` computes them.
 
         ``centre [m, D]``: that of row i is ``centre[head_cache[i]]``.
         """

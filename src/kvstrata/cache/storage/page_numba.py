@@ -1,8 +1,8 @@
-"""Loops of `page.py` compiled for the CPU: rows to codes, and their fields in pages. Bit for bit what torch gives.
+"""Loops of `page.py` compiled for the CPU: rows to codes, and their fields in pages; bit-identical to torch.
 
-Torch walks over all rows once per operation and indexes single bytes with 8-byte numbers. Here a tile of rows is turned
-so that a vector holds one dim of many rows: each row is added up in the order of `quant.reference.row_sum`, and no
-sum crosses a vector. Without numba, and for a few rows, torch does the work.
+Torch makes one pass over all rows per operation and indexes single bytes with 8-byte numbers. Here a tile of rows is
+transposed so that a vector holds one dim of many rows: each row is summed in the order of `quant.reference.row_sum`,
+and no sum crosses a vector. Without numba, and for a few rows, torch is used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO
 from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP
 from kvstrata.threads import share_out
 
-TILE = 64  # rows that are quantised side by side
-SHARED_ROWS = 2048  # from so many rows on torch's threads share them
+TILE = 64  # rows quantised together
+SHARED_ROWS = 2048  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as those of a float32; what is beyond is NaN
+LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
 SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
 
-# No fastmath: the order of the additions is part of the format, and a product is not fused.
+# No fastmath: the order of additions is part of the format, and products must not be fused.
 compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
@@ -45,7 +45,7 @@ _multiply_add: Any = intrinsic(_fma)
 
 
 class Source(NamedTuple):
-    """Rows by number, so that they are gathered where they are read: row i is ``rows[numbers[i]]``."""
+    """Rows by index, gathered where they are read: row i is ``rows[numbers[i]]``."""
 
     rows: torch.Tensor  # [m, D]
     numbers: torch.Tensor  # integers [n]
@@ -64,7 +64,7 @@ def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tupl
 
 
 def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.ndarray]:
-    """Rows in memory, and the number of each that is used."""
+    """Rows in memory, and the index of each row that is used."""
     if given is None:
         return torch.empty(0, 0, dtype=torch.float32, device="cpu"), np.empty(0, np.int64)
     if isinstance(given, torch.Tensor):
@@ -99,13 +99,13 @@ def _quantized(
 
 @compiled
 def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, bits, tile):
-    """Rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` leaves them.
+    """Load rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` does.
 
-    ``bits`` is scratch of a row.
+    ``bits`` is scratch memory for a row.
     """
     row, dim = bits.view(np.float32), len(bits)
     for i in range(rows):
-        start = np.uint64(index[first + i] * dim)  # unsigned, or every index is compared with 0
+        start = np.uint64(index[first + i] * dim)  # unsigned, otherwise every index is compared with 0
         if kind == FLOAT32:
             for d in range(dim):
                 bits[d] = words[start + np.uint64(d)]
@@ -182,11 +182,11 @@ def _quantize(
 
 @compiled
 def _encode(x, inverse, low, high, levels, terms, divisor):
-    """Codes of one dim, and its part in the sums of `quant.reference.refit`."""
+    """Codes of one dim, and its terms in the sums of `quant.reference.refit`."""
     for i in range(len(x)):
         product = x[i] * inverse[i]
         level = np.floor(product)
-        # A product that was rounded up to a whole number is a little less than that.
+        # A product that was rounded up to a whole number is slightly below it.
         missing = _multiply_add(x[i], inverse[i], -product)
         level = level - np.float32(1) if (product == level) & (missing < 0) else level
         level = level if level > low else low
@@ -244,10 +244,10 @@ def write_codes(
 def _tables(
     bits: int, dim: int, tokens: int, side: fragments.Side, plane: int
 ) -> tuple[np.ndarray, np.ndarray, int, np.ndarray]:
-    """Places of the fields of a plane, by value and by byte.
+    """Positions of the fields of a plane, by value and by byte.
 
     Returns byte and bit of every value ``[P, D]``; then the first byte with fields and the value of each field from
-    there on, uint16 ``[8 / width, bytes]``. There are no bytes where other bits lie between the fields.
+    there on, uint16 ``[8 / width, bytes]``. These are empty if other bits lie between the fields.
     """
     width, _ = fragments.planes(bits)[plane]
     byte, bit = (x.numpy() for x in fragments.places(bits, dim, tokens, side)[plane])
@@ -261,7 +261,7 @@ def _tables(
 
 @compiled
 def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, width, low, codes):
-    """Bits ``low .. low + width`` of ``codes [n, D]`` into the bytes of ``pages``; the rest of each byte stays.
+    """Write bits ``low .. low + width`` of ``codes [n, D]`` into the bytes of ``pages``; other bits are kept.
 
     Tokens that fill a page, one slot after the other, are written byte by byte, all others value by value.
     """

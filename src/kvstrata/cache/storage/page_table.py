@@ -4,8 +4,9 @@
     count       int32 [requests, layers, kv_heads, tiers]              tokens; slot s is row s % P of page s // P
 
 Both are device tensors at fixed addresses. The host works on its own copy (on the CPU the same memory) and uploads what
-changed. Tier 0 is plain rows. Tokens of a bucket have no order: one that leaves is replaced by one of the last, so
-pages are full up to the count. `cache.move.apply` moves tokens, bucket_reads.py reads them; here pages come and go.
+changed. Tier 0 is plain rows. Tokens of a bucket have no order: one of the last fills the slot of a token that leaves,
+so pages are full up to the count. `cache.move.apply` moves tokens, bucket_reads.py reads them; this file adds and
+removes pages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["DROP", "NEW", "Buckets", "Tokens"]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Pages that places took and gave back: ``entered`` and ``left`` int64 ``[n, 2]``, index in the flat table, handle.
+    """Pages that places gained and lost: ``entered`` and ``left`` int64 ``[n, 2]``, index in the flat table, handle.
 
     Those that left have handle -1. ``before``: tokens of each bucket. ``added``: new pages of each tier.
     """
@@ -52,15 +53,15 @@ class Short:
     """Requests that need a page for one more plain token."""
 
     requests: np.ndarray
-    rows: np.ndarray  # their index in the list that was asked for
-    pages: np.ndarray  # int [requests, layers]: new ones; copies of shared ones are not among them
+    rows: np.ndarray  # index of each in the list that was passed
+    pages: np.ndarray  # int [requests, layers]: new pages; copies of shared ones are not included
     layers: np.ndarray  # bool [requests, layers]: where a page is needed
-    after: np.ndarray  # tokens that fit the open pages in all layers, once there are such pages
+    after: np.ndarray  # tokens that fit the open pages in all layers, once these pages exist
     whole: bool = False  # every bucket needs one
 
 
 class Buckets(BucketReads):
-    """The page tables of all requests, and the pool under them."""
+    """The page tables of all requests, and the pool that their pages come from."""
 
     def __init__(
         self, pool: Pool, page_formats: Sequence[PageFormat], requests: int, layers: int, kv_heads: int, max_pages: int
@@ -70,24 +71,24 @@ class Buckets(BucketReads):
         self.page_tokens = page_formats[0].format.page_tokens
         self.device = pool.device
         self.heads = np.arange(kv_heads)
-        self.backend = "auto"  # of moves between tiers
+        self.backend = "auto"  # backend of moves between tiers
         self.arena = Arena(self.device, pool.streams)  # scratch of plans and moves on a CUDA device
-        self._lease = self.arena.lease()  # what changes of the tables read
+        self._lease = self.arena.lease()  # buffers that table updates read
         self.ids: dict[bytes, torch.Tensor] = {}  # lists of requests that were appended to, on the device
         self.lists: dict[tuple[int, ...], RequestList] = {}  # of requests that advanced
-        self._last: tuple[Sequence[int], RequestList | None] = ((), None)  # the list that was asked for last
-        self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: not known
-        self.least = 0  # of `left` of the requests that `short` was last asked for
-        self.version = 0  # goes up when counts or owners change, but for a token that `append_one` adds
-        self.last_short: tuple[int, np.ndarray, Short | None] | None = None  # the last answer of `short`, by version
+        self._last: tuple[Sequence[int], RequestList | None] = ((), None)  # the last list that was passed
+        self.left = np.full(requests, -1)  # tokens that fit the unshared open pages in all layers; -1: unknown
+        self.least = 0  # minimum of `left` over the requests that `short` was last called with
+        self.version = 0  # incremented when counts or owners change, except for a token that `append_one` adds
+        self.last_short: tuple[int, np.ndarray, Short | None] | None = None  # last result of `short`, by version
         self.plan_params: tuple[object, bytes] | None = None  # parameters of the planner, by policy
         self._pages = np.zeros((requests, layers, len(page_formats)), np.int64)  # per place and tier
-        self._counted = np.zeros(requests, bool)  # requests whose pages are known
+        self._counted = np.zeros(requests, bool)  # requests whose `_pages` are up to date
         plain = np.arange(requests * layers * kv_heads).reshape(requests, layers, kv_heads)
-        self.plain_lists = plain * (len(page_formats) * max_pages)  # begin of each in the flat table
+        self.plain_lists = plain * (len(page_formats) * max_pages)  # start of each in the flat table
         offsets = [[kind.position_offset, kind.importance_offset] for kind in page_formats]
         padding = [0] * (2 * (MAX_TIERS - len(page_formats)))
-        self.offsets = (*itertools.chain(*offsets), *padding)  # as kernels take them
+        self.offsets = (*itertools.chain(*offsets), *padding)  # in the form that kernels take
         self.side_offsets = torch.tensor(offsets, device=self.device)
         shape = (requests, layers, kv_heads, len(page_formats))
         table = torch.full((*shape, max_pages), -1, dtype=torch.int32, device="cpu")
@@ -99,7 +100,7 @@ class Buckets(BucketReads):
         self.ahead = PagesAhead(self, requests, layers)
 
     def push(self, requests: Sequence[int] | np.ndarray) -> None:
-        """Upload the host's tables, without allocating on the device; runs of requests in one copy each."""
+        """Upload the host's tables, without allocating on the device; one copy per run of consecutive requests."""
         ids = np.sort(np.asarray(requests, np.int64))
         if self.device.type == "cpu" or not len(ids):
             return
@@ -109,7 +110,7 @@ class Buckets(BucketReads):
                 x[part].copy_(torch.from_numpy(host[part]))
 
     def forget(self, requests: int | slice | np.ndarray = slice(None), change: Transaction | None = None) -> None:
-        """Call when counts or owners of requests change: what is derived from them is computed anew when needed."""
+        """Call when counts or owners of requests change; derived values are recomputed when needed."""
         if change is not None:
             change.undo(self.forget)
         self.version += 1
@@ -117,7 +118,7 @@ class Buckets(BucketReads):
         self._counted[requests] = False
 
     def pages_of(self, requests: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Pages of each request by layer and tier, int64 ``[requests, layers, tiers]``; shared ones, too."""
+        """Pages of each request by layer and tier, int64 ``[requests, layers, tiers]``, including shared ones."""
         known = self._counted[requests]
         if not known.all():
             new = np.arange(len(self.left))[requests][~known]
@@ -126,7 +127,7 @@ class Buckets(BucketReads):
         return self._pages[requests]
 
     def listed(self, requests: Sequence[int]) -> RequestList:
-        """A list of requests with what is derived from it, cached: it rarely changes from step to step.
+        """A list of requests with values derived from it, cached: it rarely changes from step to step.
 
         ``requests`` are not modified later.
         """
@@ -153,23 +154,23 @@ class Buckets(BucketReads):
     def short(self, requests: np.ndarray, where: np.ndarray | slice | None = None) -> Short | None:
         """Requests that need a page for one more plain token, in some layer; None if there is none.
 
-        ``where``: the same requests as a slice, if they are one.
+        ``where``: the requests as a slice, if they are consecutive.
         """
         left = self.left[requests if where is None else where]
         self.least = int(left.min())
         if self.least > 0:
             return None
         if self.last_short is None or self.last_short[0] != self.version or self.last_short[1] is not requests:
-            found = self._find_short(requests, np.flatnonzero(left <= 0))
-            self.last_short = (self.version, requests, found)
+            short = self._find_short(requests, np.flatnonzero(left <= 0))
+            self.last_short = (self.version, requests, short)
         return self.last_short[2]
 
     def _find_short(self, requests: np.ndarray, rows: np.ndarray) -> Short | None:
         """`short` of the requests in these rows, whose open pages may be full."""
         some = requests[rows]
-        self.version += 1  # whatever relies on `left` not being known
-        self.ahead.give_back(some)  # of requests that were appended to in another way
-        self.ahead.look(some)
+        self.version += 1  # invalidates whatever relies on `left` being unknown
+        self.ahead.give_back(some)  # requests that were appended to in another way
+        self.ahead.update_even(some)
         filled = self.host_count[some, :, :, 0] & (self.page_tokens - 1)  # rows of the open page
         if not filled.any():
             pages = np.full(filled.shape[:2], self.kv_heads)
@@ -221,7 +222,7 @@ class Buckets(BucketReads):
     def make_room(
         self, change: Transaction, layer: int | None, requests: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
-        """Allocate or copy pages for new plain tokens, zeroed where new; returns the counts before.
+        """Allocate or copy pages for new plain tokens, new ones zeroed; returns the counts before.
 
         Counts are ``[R, H]``, or ``[R, L, H]`` for ``layer`` None: all layers.
         """
@@ -255,7 +256,7 @@ class Buckets(BucketReads):
         self._new_pages(change, entries, change.allocate(0, len(entries)))
 
     def _own_open_pages(self, change: Transaction, count: np.ndarray, lists: np.ndarray, new: np.ndarray) -> None:
-        """Copy open plain pages that other requests share and that will be written."""
+        """Copy open plain pages that are shared with other requests and will be written."""
         p = self.page_tokens
         growing = ((count % p > 0) & (new > 0)).reshape(-1)
         entries = (lists + count // p).reshape(-1)[growing]
@@ -269,7 +270,7 @@ class Buckets(BucketReads):
             change.release(old)
 
     def _new_pages(self, change: Transaction, entries: np.ndarray, handles: np.ndarray) -> None:
-        """Zeroed plain pages to entries of the flat table that have none yet."""
+        """Enter zeroed plain pages at entries of the flat table that have none yet."""
         if not len(entries):
             return
         table = self.host_table.reshape(-1)
@@ -280,9 +281,9 @@ class Buckets(BucketReads):
             change.launch(run)
 
     def prepare_new_pages(self, entries: np.ndarray, handles: np.ndarray, own: bool) -> Callable[[], None] | None:
-        """A function that zeroes pages and enters them in the device's table, where that is not the host's.
+        """Function that zeroes pages and enters them in the device's table, if it is separate from the host's.
 
-        ``own``: launches wait that may read the list of pages that came before, so this one needs a buffer of its own.
+        ``own``: queued launches may still read the previous list of pages, so this one needs its own buffer.
         """
         if self.device.type == "cpu":
             self.pool.clear(handles, 0)
@@ -363,7 +364,7 @@ class Buckets(BucketReads):
         handles[tier.argsort(kind="stable")] = np.concatenate(list(of_tier.values()))
         old = np.full(len(entries), -1)
         if self.pool.shares:
-            written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # from this page on
+            written = np.where(holes > 0, 0, np.where(came > 0, (before - left) // p, pages))  # first page written
             shared, of_shared = self._shared(first, written, np.minimum(pages, pages_after))
             if len(shared):
                 theirs, own = table[shared].astype(np.int64), np.zeros(len(shared), np.int64)
@@ -388,7 +389,7 @@ class Buckets(BucketReads):
         return Exchanged(before, entered, left_table, list(of_tier.values()))
 
     def _lists(self, requests: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Begin of each bucket's list of pages in the flat table, ``[places * kv_heads * tiers]``."""
+        """Start of each bucket's page list in the flat table, ``[places * kv_heads * tiers]``."""
         buckets = self.kv_heads * len(self.page_formats)
         places = requests * self.host_table.shape[1] + layers
         return (places[:, None] * (buckets * self.max_pages) + np.arange(buckets) * self.max_pages).reshape(-1)

@@ -1,6 +1,6 @@
-"""Bytes of pages by handle, across slabs: gather, scatter, copy, clear; positions and importance of tokens.
+"""Access to pages by handle, across slabs: gather, scatter, copy, clear; positions and importance of tokens.
 
-Slabs are separate allocations, so every program looks its page's address up in the pool's pointers.
+Slabs are separate allocations, so every program looks up its page's address in the pool's pointers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvstrata.layout.unpack_triton import page_address
 
-BLOCK = 1024  # words of 4 bytes a program
+BLOCK = 1024  # words of 4 bytes per program
 
 
 class Slabs(Protocol):

@@ -1,16 +1,16 @@
-"""Pages ahead of need: without a budget the next plain pages of a request are taken before its open ones are full.
+"""Allocates pages ahead of need: without a budget, a request gets its next plain pages before its open ones are full.
 
-    rows left in open pages   63 .. 33   32 .. 17            16 .. 1        0
-    next pages                none       taken with others   taken, there   in use, with 64 rows left
+    rows left in open pages   63 .. 33   32 .. 17                16 .. 1             0
+    next pages                none       allocated with others   already allocated   in use, with 64 rows left
 
-A step that fills the last row of a page finds the next one in the tables and does nothing about it. When the first
-request has 16 rows left, an eighth of all take theirs by one launch, so most steps take none; requests that are at the
-same place of their pages take theirs in turns, so no step pays for all. Pages come from a few that are kept in
-reserve, which is filled in the steps after, a slab at a time: few steps ask the pool, and those do nothing else. Under
-a budget a page is paid when it is taken: there none is ahead.
+A step that fills the last row of a page finds the next one in the tables and need not do anything. When the first
+request has 16 rows left, an eighth of all requests get theirs in one launch, so most steps allocate none; requests with
+equally full pages get theirs at different steps, so no step pays for all. Pages come from a small reserve, which is
+refilled in the following steps, one slab at a time: few steps allocate from the pool, and those do nothing else. With a
+budget a page is charged when it is allocated, so none is allocated ahead.
 
-A page ahead is beyond the tokens counted, and counts are how kernels find the end of a list. Whatever changes a request
-in another way than token by token gives its pages ahead back first.
+A page ahead lies beyond the tokens counted, and kernels find the end of a list by the counts. Whatever changes a
+request in another way than token by token frees its pages ahead first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import torch
 from .table_cuda import NextPages, Tables
 from .transaction import is_out_of_memory
 
-RESERVE = 16  # the reserve is filled for so many requests, at most, and for a quarter of all
-FEWEST = 4  # requests that one launch serves, at least
+RESERVE = 16  # the reserve is filled for at most this many requests, and for a quarter of all
+FEWEST = 4  # minimum number of requests that one launch serves
 
 
 class Lists(Tables, Protocol):
-    """The part of a cache's buckets that pages ahead need: sizes, tables on the host, and a way to enter pages."""
+    """The part of a cache's buckets that pages ahead use: sizes, tables on the host, and a way to enter pages."""
 
     device: torch.device
     kv_heads: int
@@ -49,17 +49,17 @@ class Lists(Tables, Protocol):
 
 
 class PagesAhead:
-    """Requests whose lists of plain pages end in an empty one, and how they get it."""
+    """Requests whose plain page lists end in an empty page, and how they get it."""
 
     def __init__(self, buckets: Lists, requests: int, layers: int) -> None:
         self._buckets, self._shape = buckets, (layers, buckets.kv_heads)
-        self.near = buckets.page_tokens // 2  # rows left in open pages from which the next may be taken
-        self.soon = buckets.page_tokens // 4  # rows left at which some are
-        self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, where `left` is known
-        self.reserve = np.zeros(0, np.int32)  # handles of pages that no list has
-        self._page = np.zeros(requests, np.int64)  # number of the page in its lists, 0 for none; it may be in use
+        self.near = buckets.page_tokens // 2  # rows left in open pages from which the next page may be allocated
+        self.soon = buckets.page_tokens // 4  # rows left at which some are allocated
+        self.even = np.zeros(requests, bool)  # requests with equally many tokens in all lists, if `left` is known
+        self.reserve = np.zeros(0, np.int32)  # handles of pages that are in no list
+        self._page = np.zeros(requests, np.int64)  # index of the page in its lists, 0 for none; it may be in use
         self._any = False  # False if no request has one
-        self._wait = 0  # times that pages are not asked for, since memory was short
+        self._wait = 0  # number of calls to skip, after memory was short
         self.missing = 0  # pages that the reserve lacks
 
     def there(self, requests: np.ndarray | slice = slice(None), layers: int | slice = slice(None)) -> np.ndarray:
@@ -68,16 +68,16 @@ class PagesAhead:
         page = page.reshape(-1, *[1] * (count.ndim - 1))
         return (page > 0) & (page * self._buckets.page_tokens >= count)
 
-    def look(self, requests: np.ndarray) -> None:
-        """Find out which requests have equally many tokens in all lists."""
+    def update_even(self, requests: np.ndarray) -> None:
+        """Determine which requests have equally many tokens in all lists."""
         count = self._buckets.host_count[requests, :, :, 0]
         self.even[requests] = (count == count[:, :1, :1]).all((1, 2))
 
     def take(self, requests: np.ndarray, left: np.ndarray, of: int) -> np.ndarray:
-        """Take the next pages of some even requests with so many rows ``left`` in their open ones; returns of which.
+        """Allocate the next pages of some even requests with ``left`` rows in their open ones; returns which.
 
-        So many are chosen that all have their pages when the first needs them, and an eighth of the ``of`` requests
-        that grow, if one launch serves as many; none if memory is short.
+        As many are chosen that all have their pages when the first needs them, and an eighth of the ``of`` growing
+        requests if one launch serves that many; none if memory is short.
         """
         buckets, p = self._buckets, self._buckets.page_tokens
         if self._wait:
@@ -100,7 +100,7 @@ class PagesAhead:
         return chosen
 
     def fill_reserve(self) -> None:
-        """Add pages that are missing to the reserve, those of one slab at most; none if memory is short."""
+        """Add missing pages to the reserve, at most those of one slab; none if memory is short."""
         pool = self._buckets.pool
         try:
             self._add(1, min(self.missing, pool.per_slab[0]))
@@ -115,7 +115,7 @@ class PagesAhead:
         self.missing = max(self.missing - len(more), 0)
 
     def _take(self, requests: np.ndarray, numbers: np.ndarray, launch: bool) -> bool:
-        """Pages to lists of requests, at these numbers; False if memory is short."""
+        """Enter pages in the lists of requests, at these indices; False if memory is short."""
         buckets, (layers, heads) = self._buckets, self._shape
         n = len(requests) * layers * heads
         try:
@@ -144,7 +144,7 @@ class PagesAhead:
         return NextPages(self._buckets)
 
     def give_back(self, requests: Sequence[int] | np.ndarray) -> None:
-        """Release the empty pages at the end of the lists of requests; allocates nothing on the device."""
+        """Free the empty pages at the end of the lists of requests; allocates nothing on the device."""
         if not self._any:
             return
         buckets, ids = self._buckets, np.unique(np.asarray(requests, np.int64))
@@ -166,6 +166,6 @@ class PagesAhead:
             self.empty_reserve()
 
     def empty_reserve(self) -> None:
-        """Give the reserve back to the pool."""
+        """Return the reserve to the pool."""
         self._buckets.pool.release(self.reserve)
         self.reserve, self.missing = self.reserve[:0], 0

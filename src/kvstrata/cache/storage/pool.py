@@ -1,17 +1,17 @@
-"""The page pool: slabs of bytes, pages cut from them, and reference counts.
+"""The page pool: slabs of bytes, divided into pages, with reference counts.
 
     slab 0 (K16V16)          slab 1 (K4V4)                slab 2 (none)
     [page][page][page]       [page][page][page][page]     |                |
     |<- slab_bytes of addresses ->|
 
-A slab is one uint8 tensor that never moves (on the CPU a part of one range of addresses, see address_space.py). It is
-as large as the whole pages of its tier that fit ``slab_bytes``, so a page costs its own bytes in every tier. When its
-last page is released the slab is empty: it serves the next tier of its size, or makes way for a slab of another size. A
-page's handle is its byte offset in the space of all slabs, ``slab_bytes`` each, divided by UNIT: ``handle // units`` is
-the slab, ``handle % units * UNIT`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts live on
-the host; a page may have several owners (forks), and only a sole owner may write it.
+A slab is one uint8 tensor that never moves (on the CPU a part of one address range, see address_space.py). It holds the
+whole pages of its tier that fit into ``slab_bytes``, so a page costs its own bytes in every tier. When its last page is
+released the slab is empty: it is reused by a tier of its size, or replaced by a slab of another size. A page's handle
+is its byte offset in the address space of all slabs, ``slab_bytes`` each, divided by UNIT: ``handle // units`` is the
+slab, ``handle % units * UNIT`` the offset in it. A kernel adds that to ``pointers[slab]``. Reference counts are on the
+host; a page may have several owners (forks), and only a sole owner may write it.
 
-`allocate` takes all pages or none; transaction.py gives pages back when a later part of an operation fails. `release`,
+`allocate` returns all pages or none; transaction.py frees pages when a later part of an operation fails. `release`,
 `trim` and `compact` with a workspace allocate nothing on the device.
 """
 
@@ -32,7 +32,7 @@ from .uploads import Uploads
 
 POISON = 0xFF  # NaN as fp16, bf16 and fp32; -1 as a position
 EMPTY = -1
-MOVED_TOGETHER = 256  # pages that `compact` copies in one go
+MOVED_TOGETHER = 256  # pages that `compact` copies per call
 
 
 class Pool:
@@ -66,18 +66,18 @@ class Pool:
         self._device_number = self.pointers.get_device()
         self.sizes = np.zeros(capacity, np.int64)  # bytes of each slab, 0 for none
         self._uploads = Uploads(device)
-        self.streams: dict[int, torch.cuda.Stream] = {}  # on which the slabs were used, by handle
+        self.streams: dict[int, torch.cuda.Stream] = {}  # streams on which the slabs were used, by handle
         self.tier = np.full(capacity, EMPTY, np.int8)
         self.refs = np.zeros((capacity, max(self.per_slab)), np.int32)
         self.shares = False  # True once any page has had two owners
-        self.nbytes = 0  # of all slabs, empty ones included
+        self.nbytes = 0  # bytes of all slabs, including empty ones
         self.free = FreeLists(self.per_slab, capacity)
         self._steps = np.asarray(self.strides) // UNIT
         self._offsets = [
             np.arange(0, n * step, step, dtype=np.int32)
             for n, step in zip(self.per_slab, self._steps.tolist(), strict=True)
         ]  # of the pages of a slab, per tier
-        self._pages = [0] * len(self.strides)  # with an owner, per tier
+        self._pages = [0] * len(self.strides)  # pages with an owner, per tier
         self._slabs = [0] * len(self.strides)  # per tier
         self._empty = np.zeros(0, np.int64)  # slabs without a page, ascending
         self._gone = np.zeros(0, np.int64)  # slabs that were freed, ascending
@@ -90,12 +90,12 @@ class Pool:
 
     @property
     def allocated(self) -> np.ndarray:
-        """True for each slab that is there, empty ones included."""
+        """True for each slab that is allocated, including empty ones."""
         return self.sizes > 0
 
     @property
     def slab_count(self) -> int:
-        """Slabs that are allocated, empty ones included."""
+        """Number of allocated slabs, including empty ones."""
         return self.slabs_in_use + len(self._empty)
 
     @property
@@ -105,9 +105,10 @@ class Pool:
 
     @property
     def is_crowded(self) -> bool:
-        """True if holes in slabs should be closed, so that an operation does not run out of slab numbers.
+        """True if holes in slabs should be closed, so that an operation does not run out of slab indices.
 
-        Tables hold twice the slabs of all pages, unless handles cannot name as many; then memory ends about as soon.
+        Tables hold twice the slabs of all pages, unless handles cannot address as many; then memory runs out about as
+        soon.
         """
         few = (self.capacity + 1) * self.units > 2**31
         return self.slabs_in_use > self.capacity * (3 if few else 2) // 4
@@ -131,7 +132,7 @@ class Pool:
         return self.space.bytes[index * self.slab_bytes : index * self.slab_bytes + size]
 
     def _open(self, needed: dict[int, int]) -> None:
-        """Give each tier so many more slabs: empty ones of its size, then new ones in place of other empty ones."""
+        """Give each tier more slabs: empty ones of its size, then new ones that replace other empty ones."""
         opened: dict[int, np.ndarray] = {}
         for tier, n in needed.items() if len(self._empty) else ():
             opened[tier] = self._empty[self.sizes[self._empty] == self.slab_sizes[tier]][:n]
@@ -151,7 +152,7 @@ class Pool:
             self.free.open(tier, slabs)
 
     def _allocate_slabs(self, needed: dict[int, int]) -> dict[int, np.ndarray]:
-        """Memory for so many slabs of each tier; returns which, ascending."""
+        """Allocate slabs for each tier; returns their indices, ascending."""
         n, left = sum(needed.values()), self.capacity - self._fresh
         if not n:
             return dict.fromkeys(needed, self._gone[:0])
@@ -176,7 +177,7 @@ class Pool:
         return {tier: unused[end - n : end] for (tier, n), end in zip(needed.items(), ends, strict=True)}
 
     def _point(self, slabs: np.ndarray, addresses: np.ndarray) -> None:
-        """Tell kernels where slabs are."""
+        """Update the slab addresses that kernels read."""
         if self.space is not None:
             self.pointers.numpy()[slabs] = addresses
         elif len(slabs) == 1:
@@ -192,9 +193,9 @@ class Pool:
         return self.allocate_all({tier: n})[tier]
 
     def allocate_all(self, pages: dict[int, int]) -> dict[int, np.ndarray]:
-        """Handles of so many pages of each tier, each with one owner. Their bytes are undefined.
+        """Handles of ``pages[tier]`` pages of each tier, each with one owner. Their bytes are undefined.
 
-        They are of the lowest slabs with a free one. Takes no page if memory runs out.
+        Pages come from the lowest slabs with a free one. Allocates nothing if memory runs out.
         """
         needed = {}
         for tier, n in pages.items():
@@ -206,9 +207,9 @@ class Pool:
         return {tier: self._take(tier, n) for tier, n in pages.items()}
 
     def take_some(self, tier: int, least: int, most: int) -> np.ndarray:
-        """Handles, int32, of at least ``least`` pages of a tier: free ones, else of new slabs; ``most`` if possible.
+        """Handles, int32, of at least ``least`` pages of a tier, ``most`` if possible: free ones, else of new slabs.
 
-        Slabs are taken whole; new ones never come to the free lists.
+        Slabs are taken whole; new ones never enter the free lists.
         """
         per_slab, most = self.per_slab[tier], max(least, most)
         free = self._slabs[tier] * per_slab - self._pages[tier]
@@ -234,7 +235,7 @@ class Pool:
         return np.concatenate([self._take(tier, free).astype(np.int32), pages]) if free else pages
 
     def _take(self, tier: int, n: int) -> np.ndarray:
-        """Pages that are free."""
+        """Take free pages."""
         if n == 0:
             return np.zeros(0, np.int64)
         slab, index = self.free.take(tier, n)
@@ -247,14 +248,14 @@ class Pool:
         return self.refs[self._locate(handles)]
 
     def retain(self, handles: np.ndarray) -> None:
-        """One more owner each; a handle may appear more than once."""
+        """Add an owner to each page; a handle may appear more than once."""
         if handles.size == 0:
             return
         np.add.at(self.refs, self._locate(handles), 1)
         self.shares = True
 
     def release(self, handles: np.ndarray) -> None:
-        """One owner less each; pages without any are free, and slabs without any page are empty."""
+        """Remove an owner from each page; pages without owners are freed, and slabs without pages become empty."""
         if handles.size == 0:
             return
         slab, index = self._locate(handles)
@@ -263,7 +264,7 @@ class Pool:
         left = refs[page]
         if (left < 0).any():
             raise RuntimeError(f"pool: page {int(handles[left < 0][0])} released more often than it was owned")
-        if self.shares:  # else a page that is given back twice was found above
+        if self.shares:  # otherwise a page released twice was detected above
             page = np.unique(page[left == 0])
         if not len(page):
             return
@@ -273,7 +274,7 @@ class Pool:
         self._give(page)
 
     def _give(self, page: np.ndarray) -> None:
-        """Free pages, each given once by its place in ``refs``; slabs that lose their last page belong to no tier."""
+        """Free pages, each given once by its index in ``refs``; slabs that lose their last page leave their tier."""
         slabs, counts = self.free.give(page, self.tier)
         tiers = self.tier[slabs]
         empty = self.free.used[slabs] == 0
@@ -360,7 +361,7 @@ class Pool:
             self._uploads.fill(target, array, self.streams.values())
 
     def note_stream(self) -> int:
-        """Remember torch's current stream: slabs are not given to others before its work so far is done.
+        """Record torch's current stream: memory of slabs is not reused before its work so far is done.
 
         Returns its handle, 0 on a CPU.
         """
@@ -396,12 +397,12 @@ class Pool:
         """Free empty slabs, all but ``spare``; with ``nbytes`` only until the pool takes no more than that."""
         slabs = self._empty[spare:]
         if nbytes is not None:
-            left = self.nbytes - np.cumsum(self.sizes[slabs[::-1]])  # the highest go first
+            left = self.nbytes - np.cumsum(self.sizes[slabs[::-1]])  # the highest are freed first
             slabs = slabs[::-1][: int(np.count_nonzero(left > nbytes)) + (self.nbytes > nbytes)][::-1]
         self._drop(slabs)
 
     def workspace(self) -> torch.Tensor:
-        """Device memory for the handles that `compact` works on: always the same."""
+        """Device memory for the handles that `compact` works on, always the same tensor."""
         if self._workspace is None:
             with torch.inference_mode(False):
                 self._workspace = torch.empty(2, MOVED_TOGETHER, dtype=torch.int64, device=self.device)

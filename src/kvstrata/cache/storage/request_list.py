@@ -1,4 +1,4 @@
-"""A list of requests that comes again at every step, and what is derived from it once."""
+"""A list of requests that is passed at every step, and values derived from it once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 import numpy as np
 import torch
 
-ONE = np.ones((), np.int32)  # which numpy need not convert
-FEW = 4  # a list of fewer than 1 / FEW of all requests is indexed, a longer one is added as a mask
+ONE = np.ones((), np.int32)  # avoids a conversion by numpy
+FEW = 4  # lists with fewer than 1 / FEW of all requests are indexed, longer ones are added as a mask
 
 
 class RequestList:
-    """Requests as an array, and the fastest way to count up their rows."""
+    """Requests as an array, and the fastest way to increment their rows."""
 
     def __init__(self, requests: Sequence[int], max_requests: int) -> None:
         self.ids = np.array(requests, np.int64)
         n, first = len(self.ids), int(self.ids.min(initial=max_requests))
-        self.launch: Callable[[], None] | None = None  # counts up on the device
+        self.launch: Callable[[], None] | None = None  # increments on the device
         ascending = n > 0 and bool((np.diff(self.ids) == 1).all())
         self.where = slice(first, first + n) if ascending else self.ids  # index of the rows, in the order of the list
         self._run = slice(first, first + n) if int(self.ids.max(initial=-1)) - first + 1 == n else None
@@ -28,7 +28,7 @@ class RequestList:
         self._few = n * FEW < max_requests
 
     def rows(self, x: np.ndarray) -> np.ndarray | None:
-        """View of these rows, in any order, if they are neighbours; else None."""
+        """View of these rows, in any order, if they are contiguous; else None."""
         return None if self._run is None else x[self._run]
 
     def add_one(self, x: np.ndarray) -> None:
@@ -52,26 +52,26 @@ class AppendLaunch(Protocol):
 
 @dataclass
 class Room:
-    """Tokens that a layer takes before its pages, or lengths, have to be looked at again.
+    """Number of tokens that a layer takes before its pages or lengths have to be checked again.
 
-    Void at another version of the buckets, or when requests have joined or left.
+    Invalid at another version of the buckets, or after requests were added or freed.
     """
 
     version: int
     active: frozenset[int]
     tokens: int
-    counts: np.ndarray | None  # views of what the layer counts, plain tokens and lengths, where requests are neighbours
+    counts: np.ndarray | None  # views of the layer's counts of plain tokens and lengths, if requests are contiguous
     lengths: np.ndarray | None
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Arguments of an append of one token of each request, and what is derived from them."""
+    """Arguments of an append of one token per request, and values derived from them."""
 
     requests: list[int] | None
     seq_lens: list[int] | None
     distinct: frozenset[int]
     listed: RequestList
-    looks: Callable[..., bool]  # True for k and v of the same type, shape and strides
+    guard: Callable[..., bool]  # True for k and v of the same type, shape and strides
     launch: AppendLaunch | None  # None: not in CUDA C++
     rooms: dict[int, Room] = field(default_factory=dict)  # by layer

@@ -1,7 +1,7 @@
-"""Scratch that kernels keep beside a cache, so that the cache can report its bytes.
+"""Scratch memory that kernels keep for a cache, so that the cache can report its bytes.
 
-`Arena` is the scratch of settling: buffers by name that are kept from call to call and only grow. The registry of what
-a cache has holds weak references only: entries vanish with the cache or the scratch.
+`Arena` is the scratch memory of settling: named buffers that are kept from call to call and only grow. The registry of
+a cache's scratch memory holds only weak references: entries vanish with the cache or the memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-KEPT = 2  # sets of buffers that an arena keeps: one plan is made while another waits to be carried out
+KEPT = 2  # sets of buffers that an arena keeps: one plan is made while another waits to be executed
 
 
 class Scratch(Protocol):
@@ -34,7 +34,7 @@ def scratch_bytes(cache: object) -> int:
 
 
 class Arena:
-    """Device buffers of plans. A plan leases a set of them and gives it back when it is dropped."""
+    """Device buffers of plans. A plan leases a set of them and returns it when it is dropped."""
 
     def __init__(self, device: torch.device, streams: Mapping[int, torch.cuda.Stream] | None = None) -> None:
         self.device = device
@@ -46,7 +46,7 @@ class Arena:
         return Lease(self, self._free.pop() if self._free else {})
 
     def give_back(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Keep buffers for the next lease, or free them. Work that reads them is queued on the stream already."""
+        """Keep buffers for the next lease, or free them. Work that reads them is already queued on the stream."""
         if len(self._free) < KEPT:
             self._free.append(buffers)
         else:
@@ -73,7 +73,7 @@ class Lease:
         if held is None or held.nbytes < bytes_needed:
             size = bytes_needed
             if held is not None:
-                size = size * 5 // 4  # needs grow slowly, token by token
+                size = size * 5 // 4  # sizes grow slowly, token by token
                 self._arena.drop(self._buffers.pop(name))
             with torch.inference_mode(False):
                 held = torch.empty(-(-size // 512) * 512, dtype=torch.uint8, device=self._arena.device)

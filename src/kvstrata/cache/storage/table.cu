@@ -1,5 +1,5 @@
-// Changes of the tables at a decode step, each one launch: counts and lengths go up, buckets get new pages. Pages that
-// requests get ahead of need come as parameters, so nothing is uploaded.
+// Table updates of a decode step, each one launch: counts and lengths are incremented, buckets get new pages. Pages that
+// requests get ahead of need are passed as parameters, so nothing is uploaded.
 #include "page.cuh"
 
 struct Params {
@@ -13,7 +13,7 @@ struct Params {
   int pages, vectors;  // new pages, 16-byte vectors in one
 };
 
-// One more plain token of a request in every layer, by a block.
+// A block counts one more plain token of a request in every layer.
 extern "C" __global__ void __launch_bounds__(256) count_up(const __grid_constant__ Params p) {
   const i64 request = p.requests[blockIdx.x];
   const int buckets = p.layers * p.heads;
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(256) count_up(const __grid_constant
   for (int i = threadIdx.x; i < p.layers; i += blockDim.x) p.length[request * p.layers + i] += 1;
 }
 
-// Plain pages, zeroed, to their places in the table; a block takes one after the other.
+// Zeroes plain pages and enters them in the table; a block processes one after the other.
 extern "C" __global__ void __launch_bounds__(256) new_pages(const __grid_constant__ Params p) {
   for (i64 number = blockIdx.x; number < p.pages; number += gridDim.x) {
     const int handle = static_cast<int>(p.entries[p.pages + number]);
@@ -42,7 +42,7 @@ struct Next {
   int handle[kPages];  // [requests, buckets]
 };
 
-// A plain page, zeroed, for each bucket of a few requests, at the same place of all lists of a request.
+// Zeroes a plain page for each bucket of a few requests and enters it, at the same index of all lists of a request.
 extern "C" __global__ void __launch_bounds__(256) next_pages(const __grid_constant__ Next p) {
   for (int number = blockIdx.x; number < p.requests * p.buckets; number += gridDim.x) {
     const int row = number / p.buckets, handle = p.handle[number];

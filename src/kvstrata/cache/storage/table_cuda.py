@@ -1,4 +1,4 @@
-"""Launches of ``table.cu``: tables on the device that follow the host's at a decode step, without waiting for it."""
+"""Launches of ``table.cu``: update the device's tables to the host's at a decode step, without waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VECTOR = 16  # bytes that a thread clears at once
 PARAMS = struct.Struct("6Q 6i")
 ADDRESS, SIZE = struct.Struct("Q"), struct.Struct("i")
 ENTRIES_OFFSET, PAGES_OFFSET = 5 * 8, 6 * 8 + 4 * 4
-REQUESTS, PAGES, PAGE_BLOCKS = 16, 4096, 512  # that `next_pages` takes at once, and its blocks
+REQUESTS, PAGES, PAGE_BLOCKS = 16, 4096, 512  # maxima per launch of `next_pages`, and its number of blocks
 # struct Next: table, pointers; requests, buckets, list, units, vectors; requests, page numbers and handles follow.
 NEXT = struct.Struct("2Q 6i")
 COUNT, FIRST_REQUEST, FIRST_HANDLE = 4, NEXT.size // 4, NEXT.size // 4 + 2 * REQUESTS  # as int32 of the struct
@@ -48,18 +48,18 @@ def _kernel(entry: str, device: int) -> jit.Kernel:
 
 
 def count_up(buckets: Tables, requests: torch.Tensor, length: torch.Tensor) -> Callable[[], None]:
-    """A launch that counts one more plain token of int32 ``requests [n]`` in every layer; may run again and again."""
+    """Launch that counts one more plain token of int32 ``requests [n]`` in every layer; may run repeatedly."""
     return _launch("count_up", buckets, len(requests), requests, length)[1]
 
 
 class NewPages:
-    """A launch that clears plain pages and enters them in the table, prepared once for a cache."""
+    """Launch that clears plain pages and enters them in the table, prepared once per cache."""
 
     def __init__(self, buckets: Tables) -> None:
         self._launch, self.run = _launch("new_pages", buckets, BLOCKS)
 
     def prepare(self, entries: torch.Tensor) -> Callable[[], None]:
-        """A function that launches it for int64 ``entries [2 * n]``, indices and handles."""
+        """Function that launches it for int64 ``entries [2 * n]``, indices and handles."""
 
         def run() -> None:
             ADDRESS.pack_into(self._launch.params, ENTRIES_OFFSET, entries.data_ptr())
@@ -70,7 +70,7 @@ class NewPages:
 
 
 class NextPages:
-    """A launch that clears a plain page for each bucket of a few requests and enters it, prepared once for a cache."""
+    """Launch that clears a plain page for each bucket of a few requests and enters it, prepared once per cache."""
 
     def __init__(self, buckets: Tables) -> None:
         _, layers, heads, tiers, max_pages = buckets.page_table.shape
@@ -86,7 +86,7 @@ class NextPages:
             self._launch = jit.Launch(_kernel("next_pages", self._device), PAGE_BLOCKS, THREADS, self._params)
 
     def __call__(self, requests: np.ndarray, numbers: np.ndarray, handles: np.ndarray) -> None:
-        """Enter int32 ``handles [requests * buckets]`` in lists of requests, at these numbers of a page."""
+        """Enter int32 ``handles [requests * buckets]`` in the lists of requests, at these page indices."""
         n, values = len(requests), self._values
         values[COUNT] = n
         values[FIRST_REQUEST : FIRST_REQUEST + n] = requests

@@ -9,8 +9,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-NEW = -1  # the tier of a token that is in no bucket yet
-DROP = -1  # the target of one that leaves the cache
+NEW = -1  # tier of a token that is in no bucket yet
+DROP = -1  # target of a token that leaves the cache
 COLUMNS = ("head_cache", "tier", "slot", "position", "importance")
 
 
@@ -21,7 +21,7 @@ class Fresh:
     counts: np.ndarray  # int [places], tokens
     rows: np.ndarray  # int [places], the first row
     positions: np.ndarray  # int [places], of the first row
-    initial: np.ndarray  # float32 [places], importance where none is given
+    initial: np.ndarray  # float32 [places], importance if none is given
     importance: torch.Tensor | None = None  # float32 [rows, kv_heads]
 
     def packed(self) -> np.ndarray:
@@ -36,8 +36,8 @@ class Fresh:
 class Tokens:
     """Tokens of requests, each in one layer; flat ``[n]``.
 
-    ``head_cache`` is (index of the request) * kv_heads + head; with ``tier`` it names a bucket. ``slot`` counts in the
-    bucket; for new tokens it is the row of the values that come with them.
+    ``head_cache`` is (index of the request) * kv_heads + head; with ``tier`` it identifies a bucket. ``slot`` counts in
+    the bucket; for new tokens it is the row of their values.
     """
 
     head_cache: torch.Tensor
@@ -59,7 +59,7 @@ class Tokens:
 
     @staticmethod
     def cat(parts: Sequence[Tokens], head_caches: Sequence[int] | None = None) -> Tokens:
-        """Concatenation; with ``head_caches``, the number of each part, they are renumbered through all parts."""
+        """Concatenation; with ``head_caches``, the number of each part, they are renumbered across all parts."""
         if head_caches is not None:
             firsts = accumulate(head_caches, initial=0)
             parts = [

@@ -1,12 +1,12 @@
 """One operation on a cache: all of its changes or, when memory runs out or the budget does not suffice, none.
 
-    plan, allocate      host tables change, with what restores them kept; new pages are taken and filled
+    plan, allocate      host tables change, and how to restore them is recorded; new pages are allocated and filled
     ------------------- nothing below allocates device memory -------------------
     launch              pages that hold tokens and tables on the device are written, in the order of `launch`
-    release, finish     old pages are given back, then slabs that the budget does not allow to keep
+    release, finish     old pages are freed, then slabs that the budget does not allow
 
-A page that an operation releases is free only after it: until the launches are queued its tokens are needed, by the
-launches or for rolling back. So an operation holds its old and new pages at once.
+A page that an operation releases is freed only at its end: until the launches are queued its tokens are needed, by the
+launches or for a rollback. So an operation holds its old and new pages at the same time.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Transaction:
         self._released: list[np.ndarray] = []
 
     def allocate(self, tier: int, n: int) -> np.ndarray:
-        """Pages for this operation; they go back if it fails."""
+        """Allocate pages for this operation; they are freed if it fails."""
         return self.allocate_all({tier: n})[tier]
 
     def allocate_all(self, pages: dict[int, int]) -> dict[int, np.ndarray]:
-        """So many pages of each tier for this operation, all or none."""
+        """Allocate pages of each tier for this operation, all or none."""
         handles = self.pool.allocate_all(pages)
         self._taken += handles.values()
         return handles
@@ -75,11 +75,11 @@ class Transaction:
 
     @property
     def has_launches(self) -> bool:
-        """True if steps wait for the operation to complete."""
+        """True if steps are waiting for the operation to complete."""
         return bool(self._launches)
 
     def launch(self, step: Step) -> None:
-        """Call ``step`` when nothing can fail any more."""
+        """Call ``step`` once nothing can fail any more."""
         self._launches.append(step)
 
     def __enter__(self) -> Transaction:

@@ -1,4 +1,4 @@
-"""Uploads of small host arrays: through a ring of pinned memory, so that the host neither waits nor pins anew."""
+"""Uploads small host arrays through a ring of pinned memory, so that the host neither waits nor pins memory again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Uploads:
         self._read: list[list[torch.cuda.Event]] = [[], []]  # per half: recorded after its copies
 
     def copy(self, array: np.ndarray, streams: Iterable[torch.cuda.Stream]) -> torch.Tensor:
-        """A device copy of ``array``, in the order of the current stream; ``streams``: all that upload."""
+        """Device copy of ``array``, in the order of the current stream; ``streams``: all streams that upload."""
         array = np.ascontiguousarray(array)
         if 2 * array.nbytes > RING_BYTES // 2:
             return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
@@ -48,7 +48,7 @@ class Uploads:
     def _reserve(self, nbytes: int, streams: Iterable[torch.cuda.Stream]) -> int:
         """Offset of free bytes in the ring; waits for copies that were queued a whole half ago."""
         half, first = RING_BYTES // 2, self._next
-        before = max(first - 1, 0) // half  # the half of the last upload, also where that filled it to the end
+        before = max(first - 1, 0) // half  # the half of the last upload, also if that filled it to the end
         if first + nbytes > (before + 1) * half:
             self._read[before] = [stream.record_event() for stream in streams]
             before = 1 - before

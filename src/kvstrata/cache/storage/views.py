@@ -18,7 +18,7 @@ class BucketedCacheLayer:
     ``slab_pointers[handle // units] + handle % units * UNIT`` and are laid out by ``formats[t]``; positions and
     importance follow at the offsets given per tier (importance -1: not kept).
 
-    Rows and codes are of K divided by the balance; the centre is that of the model's K.
+    Rows and codes hold K divided by the balance; the centre is in the space of the model's K.
     """
 
     page_table: torch.Tensor  # int32 [requests, kv_heads, tiers, max_pages]
@@ -33,6 +33,6 @@ class BucketedCacheLayer:
     position_offsets: tuple[int, ...]
     importance_offsets: tuple[int, ...]
     position_dtype: torch.dtype
-    balance: torch.Tensor | None = None  # int8 [requests, kv_heads, head_dim]: queries are multiplied by 2 to the power
+    balance: torch.Tensor | None = None  # int8 [requests, kv_heads, head_dim]: queries are multiplied by 2 ** it
     space: torch.Tensor | None = None  # on the CPU: uint8, all slabs end to end, so a page begins at handle * UNIT
-    kept: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # what backends derive
+    kept: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # derived by backends

@@ -1,8 +1,8 @@
 // Asynchronous copies from global to shared memory (sm_80 and newer), as inline PTX.
 //
-// `ca` keeps the line in L1, `cg` goes past it and exists for 16 bytes only. Copies of one thread are grouped by
-// commit_group(); wait_group<n>() returns when at most n of its groups are still under way, and makes their bytes
-// visible to that thread alone: other threads need a barrier after it.
+// `ca` keeps the line in L1, `cg` bypasses it and exists for 16 bytes only. Copies of one thread are grouped by
+// commit_group(); wait_group<n>() returns when at most n of its groups are still in flight, and makes their bytes
+// visible to that thread only: other threads need a barrier after it.
 #pragma once
 
 __device__ __forceinline__ unsigned shared_address(const void* shared) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void cp_async_cg(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
-// 4, 8 or a multiple of 16 bytes: past L1 where the width allows it.
+// 4, 8 or a multiple of 16 bytes: bypasses L1 if the width allows it.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   if constexpr (kBytes % 16 == 0) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   }
 }
 
-// 4, 8 or 16 bytes to an address in shared memory, or zeros where nothing is there: `global` is then not read.
-// kLine: of 16 bytes, the line they lie in comes into L2 as a whole, for those who copy the rest of it next.
+// 4, 8 or 16 bytes to an address in shared memory, or zeros if there is no source: `global` is then not read.
+// kLine: with 16 bytes, the whole line is fetched into L2, for those who copy the rest of it next.
 template <int kBytes, bool kLine = false>
 __device__ __forceinline__ void cp_async_or_zero(unsigned shared, const void* global, bool there) {
   const int bytes = there ? kBytes : 0;

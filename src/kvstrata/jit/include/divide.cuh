@@ -1,4 +1,4 @@
-// Division by a number that the host knows too: a product instead of the thirty instructions of a quotient.
+// Division by a number that the host knows: a multiplication instead of the thirty instructions of a division.
 #pragma once
 
 // x / d for 0 <= x < 2^32 / d; `inverse` is 2^32 / d, rounded up.

@@ -1,4 +1,4 @@
-// A ring of stages in shared memory that one warp fills and drains on its own: no other warp is waited for.
+// A ring of stages in shared memory that one warp fills and drains on its own, without waiting for other warps.
 //
 // On sm_90 a stage is filled by bulk copies, which an mbarrier counts; before that by cp.async of every lane. Lanes that are
 // mine() call begin() and copy() for each run of bytes, all call commit() and, when they need the stage, wait(). The lanes
@@ -20,7 +20,7 @@ struct Ring {
 #endif
   }
 
-  // Whether this lane has to do with filling: one lane asks for bulk copies, otherwise all do their part.
+  // True if this lane takes part in filling: one lane issues bulk copies, otherwise all lanes copy.
   static __device__ __forceinline__ bool mine() {
 #if __CUDA_ARCH__ >= 900
     return (threadIdx.x & 31) == 0;
@@ -29,7 +29,7 @@ struct Ring {
 #endif
   }
 
-  // All bytes that the stage's copies will bring.
+  // Total bytes of the stage's copies.
   __device__ __forceinline__ void begin(int stage, int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(bars + stage)), "r"(bytes)
@@ -50,7 +50,7 @@ struct Ring {
 #endif
   }
 
-  // The same for a run that this lane alone copies.
+  // Same for a run that only this lane copies.
   __device__ __forceinline__ void copy_of_lane(int stage, void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
     copy(stage, to, from, bytes);
@@ -65,7 +65,7 @@ struct Ring {
 #endif
   }
 
-  // The oldest of `pending` stages under way is there.
+  // Waits for the oldest of `pending` stages in flight.
   __device__ __forceinline__ void wait(int stage, int pending) {
 #if __CUDA_ARCH__ >= 900
     const unsigned address = shared_address(bars + stage), parity = phase >> stage & 1;

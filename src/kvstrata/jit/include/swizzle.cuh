@@ -1,27 +1,27 @@
-// Rows of 16-byte chunks in shared memory, so placed that eight rows of one chunk, and eight chunks of one row, stand
-// in different banks; and the count that proves it, at compile time.
+// Rows of 16-byte chunks in shared memory, placed so that eight rows of one chunk, and eight chunks of one row, are
+// in different banks; and a compile-time count that proves it.
 //
-// Shared memory has 32 banks of 4 bytes and serves 128 bytes at once. Eight rows of kChunks chunks start in 8 / g
-// different places of these 128 bytes, g = gcd(kChunks, 8): the rows that would fall together take g different chunks.
+// Shared memory has 32 banks of 4 bytes and serves 128 bytes at once. Eight rows of kChunks chunks start at 8 / g
+// different offsets in these 128 bytes, g = gcd(kChunks, 8): rows that would collide use g different chunks.
 #pragma once
 
 template <int kChunks_>
 struct Swizzle {
   static constexpr int kChunks = kChunks_, kBytes = kChunks * 16;
   static constexpr int kTogether = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
-  // The byte of a row's chunk.
+  // Byte offset of a row's chunk.
   static __device__ __forceinline__ constexpr unsigned offset(unsigned row, unsigned chunk) {
     return row * kBytes + (chunk ^ (row / (8 / kTogether) % kTogether)) * 16;
   }
-  // From the address of chunk 0 or 1 of a row to that of the chunk 2 * step further. Tiles stand at multiples of
-  // kBytes where that is a power of two: one instruction then, and nothing to keep in registers.
+  // From the address of chunk 0 or 1 of a row to that of the chunk 2 * step further. If kBytes is a power of two, tiles are
+  // at multiples of it: this is then one instruction, and keeps nothing in registers.
   static __device__ __forceinline__ unsigned further(unsigned address, unsigned row, unsigned chunk, unsigned step) {
     if constexpr (kTogether == 8 && (kChunks & (kChunks - 1)) == 0) return address ^ step * 32;
     else return address + offset(row, chunk + 2 * step) - offset(row, chunk);
   }
 };
 
-// What the lanes of a warp access together. ldmatrix takes a row of 16 bytes from every lane, eight lanes a matrix.
+// Accesses of a warp's lanes. ldmatrix reads a row of 16 bytes per lane, eight lanes per matrix.
 struct RowsFirst {  // four 8x8 matrices: both halves of the rows, then the next chunk (Q as A; V, transposed, as B)
   static __device__ __forceinline__ constexpr unsigned row(unsigned lane) { return lane & 15; }
   static __device__ __forceinline__ constexpr unsigned chunk(unsigned lane) { return lane >> 4; }
@@ -31,16 +31,16 @@ struct ChunksFirst {  // both chunks, then the other half of the rows (K as B)
   static __device__ __forceinline__ constexpr unsigned chunk(unsigned lane) { return lane >> 3 & 1; }
 };
 template <class Layout>
-struct Copied {  // a chunk a lane, row after row
+struct Copied {  // one chunk per lane, row by row
   static __device__ __forceinline__ constexpr unsigned row(unsigned lane) { return lane / Layout::kChunks; }
   static __device__ __forceinline__ constexpr unsigned chunk(unsigned lane) { return lane % Layout::kChunks; }
 };
-struct Fragment {  // 4 bytes a lane: what mma leaves of 8 rows and one chunk
+struct Fragment {  // 4 bytes per lane: the result of mma for 8 rows and one chunk
   static __device__ __forceinline__ constexpr unsigned row(unsigned lane) { return lane >> 2; }
   static __device__ __forceinline__ constexpr unsigned chunk(unsigned) { return 0; }
 };
 
-// How many lanes at most want different words of one bank at once, kWidth bytes each; 1 is no conflict.
+// Maximum number of lanes that access different words of one bank at once, kWidth bytes each; 1 is no conflict.
 template <class Layout, class Access, int kWidth>
 __device__ constexpr int bank_ways(int first_row, int first_chunk) {
   constexpr int kLanes = 128 / kWidth < 32 ? 128 / kWidth : 32, kWords = kWidth / 4;
@@ -62,7 +62,7 @@ __device__ constexpr int bank_ways(int first_row, int first_chunk) {
   return most;
 }
 
-// The worst over every place of the layout where the access happens.
+// The worst case over all positions of the layout.
 template <class Layout, class Access, int kWidth, int kChunkStep>
 __device__ constexpr int worst_bank_ways() {
   int most = 0;
@@ -74,7 +74,7 @@ __device__ constexpr int worst_bank_ways() {
   return most;
 }
 
-// All that a tile of attention sees: operands by ldmatrix, rows copied in, fragments written out.
+// All accesses of an attention tile: operands by ldmatrix, rows copied in, fragments written out.
 template <class Layout>
 __device__ constexpr int tile_bank_ways() {
   const int all[] = {worst_bank_ways<Layout, RowsFirst, 16, 2>(), worst_bank_ways<Layout, ChunksFirst, 16, 2>(),

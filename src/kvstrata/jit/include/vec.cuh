@@ -1,7 +1,7 @@
 // A run of 1 to 64 bytes that moves between global memory and registers in the widest accesses its size allows.
 //
-// Wide loads go past L1: every byte is read once. They are volatile, so they stay behind a griddepcontrol.wait. The
-// default write-back policy stays for stores, since attention reads what was stored next.
+// Wide loads bypass L1: every byte is read once. They are volatile, so they stay behind a griddepcontrol.wait. Stores
+// keep the default write-back policy, since attention reads the data next.
 #pragma once
 
 template <int kBytes> struct Word { using type = unsigned; };

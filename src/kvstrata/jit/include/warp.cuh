@@ -1,4 +1,4 @@
-// Single instructions that C++ has no name for.
+// Single instructions without a C++ equivalent.
 #pragma once
 #include "fp8.cuh"
 
@@ -13,17 +13,17 @@ __device__ __forceinline__ float log2_of(float x) {
   return out;
 }
 
-// The same number, of which the compiler knows nothing: what follows from it is computed where it is used, and does not
-// wait in registers from before the loop.
+// The same number, opaque to the compiler: what follows from it is computed where it is used, and is not kept in registers
+// from before the loop.
 __device__ __forceinline__ unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Brings a line of memory nearer, into L2, and waits for nothing.
+// Prefetches a line of memory into L2 without waiting.
 __device__ __forceinline__ void fetch_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// Two values a register: the larger of each, the product, and a product and sum rounded once.
+// On two values per register: maximum, product, and fused multiply-add.
 __device__ __forceinline__ unsigned max_pair(f16, unsigned a, unsigned b) {
   unsigned out;
   asm("max.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
@@ -51,7 +51,7 @@ __device__ __forceinline__ unsigned fma_pair(f16, unsigned a, unsigned b, unsign
   return out;
 }
 
-// An 8x8 matrix over the lanes of a warp, row g in lanes 4g .. 4g + 3, becomes its transpose.
+// Transposes an 8x8 matrix over the lanes of a warp, row g in lanes 4g .. 4g + 3.
 __device__ __forceinline__ unsigned transpose8x8(unsigned x) {
   unsigned out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(out) : "r"(x));

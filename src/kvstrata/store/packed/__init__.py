@@ -1,1 +1,1 @@
-"""K/V enters packed pages that an engine owns: store_packed writes tokens, copy_pages moves blocks."""
+"""Writing packed pages that an engine owns: store_packed writes tokens, copy_pages copies blocks."""

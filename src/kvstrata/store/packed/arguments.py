@@ -1,4 +1,4 @@
-"""Checks of arguments that the packed ops share: errors name the argument, what is expected and what was given."""
+"""Argument checks that the packed ops share: errors name the argument, what is expected and what was given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_device(name: str, x: torch.Tensor, device: torch.device, where: str = 
 
 
 def check_pages(pages: torch.Tensor, format: Format, address: bool) -> Blocks:
-    """Sizes of an engine's blocks; ``address``: they are memory, not a fake tensor."""
+    """Sizes of an engine's blocks; ``address``: they are in memory, not a fake tensor."""
     blocks = blocks_of(pages, format)
     if address:
         check_address("pages", pages)
@@ -79,7 +79,7 @@ def check_new_rows(
     names: tuple[str, str], k: torch.Tensor, v: torch.Tensor, blocks: Blocks, device: torch.device,
     q: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check rows ``[T, kv_heads, head_dim]`` of new tokens; of prefills they have q's dtype, and a row per query."""
+    """Check rows ``[T, kv_heads, head_dim]`` of new tokens; for prefills they have q's dtype, and a row per query."""
     sizes = (blocks.kv_heads, blocks.format.head_dim)
     for name, x in zip(names, (k, v), strict=True):
         check_tensor(name, x)
@@ -119,7 +119,7 @@ def check_slot_mapping(slot_mapping: torch.Tensor, tokens: int, device: torch.de
 
 
 def check_ints(name: str, x: torch.Tensor, sizes: str, count: int | None, device: torch.device) -> None:
-    """Check an int32 tensor: one contiguous dimension of ``count`` numbers, or any; ``sizes`` says it in words."""
+    """Check an int32 tensor: one contiguous dimension of ``count`` numbers, or any; ``sizes`` describes it."""
     check_tensor(name, x)
     if x.dtype != torch.int32:
         fail(name, "torch.int32", x.dtype, TypeError)
@@ -129,7 +129,7 @@ def check_ints(name: str, x: torch.Tensor, sizes: str, count: int | None, device
 
 
 def check_lengths(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None, device: torch.device) -> int:
-    """Check the lengths of requests and the ends of their rows; returns the number of requests."""
+    """Check the lengths of requests and the starts of their rows; returns the number of requests."""
     check_ints("seq_lens", seq_lens, "[B]", None, device)
     requests = seq_lens.shape[0]
     if cu_seqlens_q is not None:
@@ -149,7 +149,7 @@ def check_block_table(block_table: torch.Tensor, requests: int, device: torch.de
 
 
 def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Check the memory that a caller gave for the output and for scratch."""
+    """Check the memory that the caller passed for the output and for scratch."""
     for name, x in (("out", out), ("workspace", workspace)):
         if x is None:
             continue
@@ -179,7 +179,7 @@ def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) 
 def check_plain_rows(
     rows: RowTensors, blocks: Blocks, dtype: torch.dtype, requests: int, device: torch.device, address: bool
 ) -> None:
-    """Check tail and sink rows of a call; ``address``: they are memory, not fake tensors."""
+    """Check tail and sink rows of a call; ``address``: they are in memory, not fake tensors."""
     for name, (k, v, slots) in (("tail", rows[:3]), ("sink_tokens", rows[3:])):
         if k is v is slots is None:
             continue

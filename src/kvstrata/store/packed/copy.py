@@ -1,4 +1,4 @@
-"""``copy_pages``: blocks of packed pages from pool to pool, between device and host memory, in one launch."""
+"""``copy_pages``: copies blocks of packed pages between pools in device and host memory, in one launch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _launches: PerThread[jit.Launch] = PerThread()
 
 
 def _prepare(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor) -> jit.Launch:
-    """Launch of copies that look alike, complete but for the addresses."""
+    """Launch of copies with the same signature, complete except for the addresses."""
     device, (heads, size) = src_blocks.get_device(), src.shape[1:]
     sizes = (*src.stride()[:2], *dst.stride()[:2], src.shape[0], dst.shape[0], heads, size // ALIGNMENT)
     index = "int" if src_blocks.dtype == torch.int32 else "long long"
@@ -147,7 +147,7 @@ def copy_pages(
     Args:
         src: uint8 ``[num_blocks, kv_heads, block bytes]`` on a device or in pinned host memory; strides are multiples
             of 16 bytes, the last one 1.
-        dst: as ``src``, with blocks of the same size; may be the same memory. Mutated: the blocks named.
+        dst: as ``src``, with blocks of the same size; may be the same memory. Mutated: the given blocks.
         src_blocks: int32 or int64 ``[n]``, on the device if either pool is. Block ``src_blocks[i]`` of src goes to
             block ``dst_blocks[i]`` of dst; a negative number or one past the end is padding.
         dst_blocks: as ``src_blocks``; no block twice, and none that this call also reads.

@@ -1,4 +1,4 @@
-// Blocks of packed pages from pool to pool, on the device or in pinned host memory: one launch for all pairs.
+// Copies blocks of packed pages between pools on the device or in pinned host memory: one launch for all pairs.
 //
 // A thread moves 16 bytes at a time, kPer of them in flight; a block of threads takes a piece of one pair's bytes.
 #include "vec.cuh"

@@ -1,4 +1,4 @@
-"""``copy_pages`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter."""
+"""``copy_pages`` in Triton: the portable GPU path, run by the interpreter in CI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def copy_kernel(
     stride_target_block, stride_target_head, source_count, target_count, words,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Words of one pair's blocks."""
+    """Copy the words of one pair of blocks."""
     source = tl.load(source_blocks_ptr + tl.program_id(0)).to(tl.int64)
     target = tl.load(target_blocks_ptr + tl.program_id(0)).to(tl.int64)
     if (source >= 0) & (target >= 0) & (source < source_count) & (target < target_count):

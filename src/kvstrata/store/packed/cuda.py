@@ -1,7 +1,7 @@
 """``store_packed`` in CUDA C++: one warp per window of tokens, KV head and side.
 
-quantize_tokens.cu makes decode steps and short prompts, where a warp has one window; quantize_prompt.cu makes long
-prompts, where it has many and asks for the rows of the next while it works on one.
+quantize_tokens.cu serves decode steps and short prompts, where a warp has one window; quantize_prompt.cu serves long
+prompts, where it has many and prefetches the rows of the next while it processes one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PROMPT = QUANTIZE.with_name("quantize_prompt.cu")
 # struct Params: k, v, pages, slot_mapping, balance, centre; strides of rows, blocks, heads and slots; sizes; division.
 PARAMS = struct.Struct("6Q7q6iI4x")
 POINTERS = struct.Struct("6Q")
-WINDOW = 16  # tokens whose runs one warp makes, if there are warps enough
-WAVES = 4  # waves of warps from which on a warp takes a larger window
-BLOCKS = 12  # of one warp, on a multiprocessor
+WINDOW = 16  # maximum tokens per warp, if there are enough warps
+WAVES = 4  # from this many waves of warps on, a warp gets a larger window
+BLOCKS = 12  # blocks of one warp per multiprocessor
 
 
 def entry_of(
@@ -69,7 +69,7 @@ def divider(number: int) -> tuple[int, int]:
 
 
 def takes_prompts(format: Format, dtype: torch.dtype) -> bool:
-    """True if quantize_prompt.cu has the format: 16-bit rows, and no word that two tiles of a page share."""
+    """True if quantize_prompt.cu supports the format: 16-bit rows, and no word that two tiles of a page share."""
     steps = format.head_dim // fragments.STEP_DIMS
     widths = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     return dtype.itemsize == 2 and all(steps * width % 4 == 0 for width in widths)
@@ -83,7 +83,7 @@ def kernels_needed(format: Format, dtype: torch.dtype, balanced: bool, slot_dtyp
 
 
 def params_of(job: Job, window: int) -> bytes:
-    """Struct Params, complete but for the pointers."""
+    """Struct Params, complete except for the pointers."""
     blocks, size = job.blocks, job.k.element_size()
     return PARAMS.pack(
         *(0,) * 6, *(n * size for x in (job.k, job.v) for n in x.stride()[:2]),
@@ -93,7 +93,7 @@ def params_of(job: Job, window: int) -> bytes:
 
 
 def plan(job: Job) -> jit.Launch:
-    """Launch of a job, complete but for the pointers."""
+    """Launch of a job, complete except for the pointers."""
     device, size = job.pages.get_device(), job.k.element_size()
     tokens, heads = job.k.shape[0], job.blocks.kv_heads
     window = window_of(tokens, heads, _multiprocessors(device))
@@ -109,7 +109,7 @@ def plan(job: Job) -> jit.Launch:
 
 
 def _prompt(kernel: jit.Kernel, job: Job, params: bytes) -> jit.Launch:
-    """Launch of quantize_prompt.cu: warps of a round, and rounds, as `quant.op.prepare` has them."""
+    """Launch of quantize_prompt.cu, with rounds of warps as in `quant.op.prepare`."""
     dim, heads = job.format.head_dim, job.blocks.kv_heads
     rows, slots, centre = WINDOW * dim * 2, 2 * WINDOW * job.slot_mapping.element_size(), 4 * dim
     shared = 2 * (rows + slots + centre) + 2 * dim  # and a row of zeros
@@ -121,7 +121,7 @@ def _prompt(kernel: jit.Kernel, job: Job, params: bytes) -> jit.Launch:
 
 
 def launch_on(launch: jit.Launch, device: int) -> None:
-    """Launch on a device's current stream; making it the current device takes as long as a launch."""
+    """Launch on a device's current stream; making a device current takes as long as a launch."""
     if torch._C._cuda_getDevice() == device:
         launch(jit.current_stream(device))
     else:

@@ -1,4 +1,4 @@
-"""One call of ``store_packed``, checked: what every backend is given."""
+"""One checked call of ``store_packed``, the input of every backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(
     *,
     address: bool = True,
 ) -> Job:
-    """Check everything but the slots; ``address``: pages is memory, not a fake tensor."""
+    """Check everything but the slots; ``address``: pages is in memory, not a fake tensor."""
     blocks = check_pages(pages, format, address)
     check_new_rows(("k", "v"), k, v, blocks, pages.device)
     check_slot_mapping(slot_mapping, k.shape[0], pages.device)

@@ -1,4 +1,4 @@
-"""``store_packed``: K and V rows of any tokens enter packed pages that an engine owns.
+"""``store_packed``: writes K and V rows of any tokens into packed pages that an engine owns.
 
 Like ``store_kv``, a call is checked once per combination of shapes, strides, dtypes and devices; the outcome is a plan,
 cached per thread. Under tracing the call becomes the operator ``kvstrata::store_packed``, which mutates ``pages``.
@@ -39,7 +39,7 @@ def _missing(backend: str, job: Job) -> str | None:
 
 
 class PackedStorePlan:
-    """Launch of a checked combination, and the guard that recognises another call of the same one."""
+    """Launch of a checked combination, and the guard that recognises further calls of it."""
 
     def __init__(self, tensors: Tensors, format: Format, backend: str, address_bits: int) -> None:
         k, v, pages, slot_mapping, balance, centre = tensors
@@ -92,7 +92,7 @@ class _Plans(PerThread[PackedStorePlan]):
         plan = self.known.get(key)
         if plan is None:
             plan = self.known[key] = PackedStorePlan(tensors, format, backend, address_bits)
-        else:  # looks the same to a kernel, but not to the guard: grad or inference mode changed
+        else:  # equal to a kernel, but not to the guard: grad or inference mode changed
             plan.guard = guard_of([x for x in tensors if x is not None])
         self.latest = plan
         return plan
@@ -107,7 +107,7 @@ def _addresses(tensors: Tensors) -> tuple[int, ...]:
 
 
 def _store(tensors: Tensors, format: Format, backend: str) -> None:
-    """Find or make the plan of a call, and run it."""
+    """Find or create the plan of a call, and run it."""
     k, v, pages, slot_mapping = tensors[:4]
     for name, x in (("k", k), ("v", v), ("pages", pages), ("slot_mapping", slot_mapping)):
         if not isinstance(x, torch.Tensor):
@@ -170,23 +170,23 @@ def store_packed(
         k: ``[T, kv_heads, head_dim]`` float32, float16 or bfloat16; any token and head stride, inner stride 1.
         v: as ``k``.
         pages: uint8 ``[num_blocks, kv_heads, pages_per_block * fmt.page_bytes]``, the engine's memory, also a strided
-            view of a larger allocation; address and strides are multiples of 16 bytes. Mutated: the bits of the tokens
-            written, and no other.
+            view of a larger allocation; address and strides are multiples of 16 bytes. Mutated: only the bits of the
+            tokens written.
         slot_mapping: ``[T]`` int32 or int64. Slot s is token ``s % block_size`` of block ``s // block_size``, where
             ``block_size = pages_per_block * fmt.page_tokens``. Rows whose slot is negative or past the end are padding.
-            Slots of one call must differ; the codes of a slot that is named twice are undefined.
+            Slots of one call must differ; the codes of a slot that occurs twice are undefined.
         fmt: quantised format of the pages.
         calibration: per-layer balance and centre of K, float32 ``[kv_heads, head_dim]`` each or None. `decode_packed`
             and `prefill_packed` must be given the same.
         tail: 16-bit rows ``[max_requests, kv_heads, tokens, head_dim]`` for the newest, unfinished page of each
-            request, which is packed when its last token comes. Mutated: the last ``tokens`` positions of a request.
+            request, which is packed when its last token is stored. Mutated: the last ``tokens`` positions of a request.
             Rows of a request must follow each other in k, in order of position.
-        sink_tokens: 16-bit rows for the first tokens of each request, which are packed, too. Mutated.
-        seq_lens: int32 ``[B]``, tokens of each request, the new ones included; with a tail or sink_tokens only.
+        sink_tokens: 16-bit rows for the first tokens of each request, which are also packed. Mutated.
+        seq_lens: int32 ``[B]``, tokens of each request, including the new ones; only with a tail or sink_tokens.
         cu_seqlens_q: int32 ``[B + 1]``: the rows of request i are ``cu[i] .. cu[i + 1]``. None: T / B each.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
-    A token's codes and scales depend on its own row, its slot in the page and the calibration alone: equal rows give
+    A token's codes and scales depend only on its own row, its slot in the page and the calibration: equal rows give
     equal bytes in any batch, chunking and order (on one backend).
 
     Raises:

@@ -1,11 +1,11 @@
-"""Unquantised rows beside packed pages: the newest, unfinished page of each request, and its first tokens.
+"""Unquantised rows in addition to packed pages: the newest, unfinished page of each request, and its first tokens.
 
     position        0 .. sink_tokens     .. end of the last full page      .. seq_len
     read from       sink rows            packed pages                      tail rows
 
 Both are the engine's memory, ``[max_requests, kv_heads, tokens, head_dim]``, and a request has a slot in each or none.
-Position p is row ``p % tail_tokens`` of the tail. A page is packed once, when its last token comes; sink tokens are
-packed like all others as well, so the bytes of full pages do not depend on either.
+Position p is row ``p % tail_tokens`` of the tail. A page is packed once, when its last token is stored; sink tokens are
+also packed like all others, so the bytes of full pages do not depend on either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class PlainRows(NamedTuple):
-    """Unquantised K and V rows that an engine keeps beside packed pages, as a tail or for sink tokens.
+    """Unquantised K and V rows that an engine keeps in addition to packed pages, as a tail or for sink tokens.
 
     ``k``, ``v``: ``[max_requests, kv_heads, tokens, head_dim]`` in the model's dtype; the rows of a KV head are
     contiguous, strides are multiples of 16 bytes. As a tail, ``tokens`` is a multiple of ``page_tokens``; as sink
@@ -36,7 +36,7 @@ class PlainRows(NamedTuple):
 
 
 class RowTensors(NamedTuple):
-    """Tail and sink rows of a call as operators take them; None where there are none."""
+    """Tail and sink rows of a call in the form that operators take; None for absent ones."""
 
     tail_k: torch.Tensor | None = None
     tail_v: torch.Tensor | None = None

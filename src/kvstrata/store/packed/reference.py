@@ -1,7 +1,7 @@
-"""``store_packed`` in plain torch: the CPU path, and the reference of the kernels' tests.
+"""``store_packed`` in plain torch: the CPU path and the reference for the kernels.
 
 Bytes of a page have fields of several tokens. All fields of a call are cleared first and then set: they are disjoint,
-so sums of their values need no order.
+so their values can be added in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .job import Job
 
 
 def _live(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that are stored and their slots; of rows with equal slots, the last."""
+    """Rows that are stored and their slots; the last row for equal slots."""
     slot = job.slot_mapping.long()
     row = torch.arange(slot.shape[0], device=slot.device)
     live = (slot >= 0) & (slot < job.blocks.slots)
@@ -29,7 +29,7 @@ def _live(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
 def _write_fields(
     flat: torch.Tensor, start: torch.Tensor, token: torch.Tensor, codes: torch.Tensor, bits: int, side: Side, job: Job
 ) -> None:
-    """Fields of ``codes [n, H, D]`` of rows ``token [n]`` of the pages whose codes begin at ``start [n, H]``."""
+    """Write fields of ``codes [n, H, D]`` at slots ``token [n]`` of pages whose codes begin at ``start [n, H]``."""
     f = job.format
     tables = fragments.places(bits, f.head_dim, f.page_tokens, side)
     for (width, low), (byte, bit) in zip(fragments.planes(bits), tables, strict=True):

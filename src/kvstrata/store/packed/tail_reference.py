@@ -1,6 +1,6 @@
 """``store_packed`` with a tail or sink rows in plain torch, request by request: the CPU path and the reference.
 
-All reads of the tail come before all writes: a call that finishes a page and begins another reads and writes one row.
+All reads of the tail come before all writes: a call that completes a page and begins another reads and writes one row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def store(job: TailJob) -> None:
             continue
         through[first:last] = position < split.packed
         in_page = begin % page
-        if in_page and begin - in_page < split.packed and live[0]:  # tokens of a page that this call finishes
+        if in_page and begin - in_page < split.packed and live[0]:  # tokens of a page that this call completes
             index = tail_index(rows, torch.arange(begin - in_page, begin, device=slot.device))
             assert rows.tail_k is not None
             assert rows.tail_v is not None

@@ -1,8 +1,8 @@
-"""``store_packed`` with a tail or sink rows in Triton: the portable GPU path, and in CI the one of the interpreter.
+"""``store_packed`` with a tail or sink rows in Triton: the portable GPU path, run by the interpreter in CI.
 
-Programs of rows store those whose page is finished, and copy those that stay in the tail or belong to the sinks. Behind
-them come programs of requests, which store the tokens of a page that the call finishes from the tail. Such a program
-also copies the newer tokens that take the place of those it read: no other may, since programs run in any order.
+The first programs handle rows: they store those whose page is complete, and copy those that stay in the tail or belong
+to the sinks. The rest handle requests: they store the tokens of a page that the call completes from the tail. Such a
+program also copies the newer tokens that replace those it read: no other may, since programs run in any order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def tail_kernel(
     V_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, ROTATED: tl.constexpr,
     BALANCED: tl.constexpr, CENTRED: tl.constexpr, RAGGED: tl.constexpr, TAIL: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """TAIL, SINKS: tokens of the rows beside the pages, 0 for none."""
-    PER: tl.constexpr = (TOKENS + TOK - 1) // TOK  # programs of a request
+    """TAIL, SINKS: number of plain rows in addition to the pages, 0 for none."""
+    PER: tl.constexpr = (TOKENS + TOK - 1) // TOK  # programs per request
     program, head, is_k = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) == 0
     of_rows, behind = program < row_programs, tl.cast(program - row_programs, tl.int32)
     offs = tl.arange(0, TOK)
@@ -81,9 +81,9 @@ def tail_kernel(
     tail = _slot(tail_slots_ptr, request, known, tail_requests, TAIL > 0)
     sink = _slot(sink_slots_ptr, request, known, sink_requests, SINKS > 0)
     in_page = begin % TOKENS
-    page_start = begin - in_page  # of the page of the request's first row
+    page_start = begin - in_page  # start of the page of the request's first row
     finishes = (tail >= 0) & (in_page > 0) & (page_start + TOKENS <= length)
-    # The slot of the request's first row says where that page is; without it the page's tokens stay in the tail.
+    # The slot of the request's first row locates that page; without it the page's tokens stay in the tail.
     first_slot = tl.load(slot_mapping_ptr + begin_row.to(tl.int64) * stride_slot, mask=finishes, other=-1)
     finishes &= (first_slot >= 0) & (first_slot < slots)
     # Rows of the call, or tokens of that page in the tail.
@@ -130,7 +130,7 @@ def tail_kernel(
             kept = live & (tail >= 0) & (position >= length - TAIL)
             kept &= ~(finishes & ((position - page_start) % TAIL < in_page))
         else:
-            tl.debug_barrier()  # all of the tail's rows were read
+            tl.debug_barrier()  # all rows of the tail have been read
             position += (length - 1 - position) // TAIL * TAIL
             row = begin_row + position - begin
             kept = live & (position >= begin)

@@ -1,7 +1,7 @@
-"""``store_packed`` in Triton: the portable GPU path, and in CI the one that runs under the interpreter.
+"""``store_packed`` in Triton: the portable GPU path, run by the interpreter in CI.
 
-A program stores one side of a KV head of a few tokens. Fields are placed by a table (layout/fragments.py); a word has
-fields of tokens that other programs write, so each is cleared and set by atomics.
+A program stores one side of a KV head for a few tokens. A table gives the position of fields (layout/fragments.py); a
+word also has fields of tokens that other programs write, so each field is cleared and set with atomics.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _store_side(
     STEP: tl.constexpr, GAIN: tl.constexpr, ROTATED: tl.constexpr, BALANCED: tl.constexpr, CENTRED: tl.constexpr,
     CODE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """One side: rows to codes and scales, as quant/reference.py has it."""
+    """Quantise and store one side, as in quant/reference.py."""
     offs_d = tl.arange(0, WIDE)
     mask_d = offs_d < DIM
     live = live_token[:, None] & mask_d[None, :]
@@ -109,7 +109,7 @@ def store_kernel(
 
 @functools.cache  # graphs may hold its address
 def _places(format: Format, side: Side, device: torch.device) -> torch.Tensor:
-    """Bit number of every code's field from the beginning of the side's codes: int32 ``[planes, page_tokens, D]``."""
+    """Bit number of every code's field from the start of the side's codes: int32 ``[planes, page_tokens, D]``."""
     bits = format.k_bits if side == "k" else format.v_bits
     tables = fragments.places(bits, format.head_dim, format.page_tokens, side)
     return torch.stack([(byte * 8 + bit).int() for byte, bit in tables]).to(device)
@@ -119,7 +119,7 @@ def store_packed(job: Job) -> None:
     """Launch for checked arguments."""
     f, blocks, tokens = job.format, job.blocks, job.k.shape[0]
     wide = triton.next_power_of_2(f.head_dim)
-    tok = 1024 // wide  # never by the batch: sums of a row depend on it
+    tok = 1024 // wide  # independent of the batch: sums of a row depend on it
     grid = (triton.cdiv(tokens, tok), blocks.kv_heads, 2)
     device = job.pages.device
     with torch.cuda.device_of(job.pages):

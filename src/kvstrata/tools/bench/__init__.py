@@ -1,4 +1,4 @@
-"""The measuring core: cold, interleaved, checked samples, and the statistics and tables made of them.
+"""The measuring core: cold, interleaved, checked samples, and statistics and tables from them.
 
 A benchmark is a module `bench/cases/<op>.py`; `kvstrata bench <op>` runs it.
 """

@@ -1,4 +1,4 @@
-"""Shared by the cases of attention: SDPA as a peer, the check of an output, and a cache of clean lines."""
+"""Shared by the attention cases: SDPA as a peer, the check of an output, and filling the L2 cache with clean lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def absent(error: Exception) -> Absent:
-    """The reason why a library cannot take part, from what it raised."""
+    """The reason why a library cannot take part, from the exception it raised."""
     return Absent(" ".join(str(error).split())[:120])
 
 
@@ -40,7 +40,7 @@ def sdpa(backend: SDPBackend, tensors: Callable[[int], Tensors], causal: bool = 
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-    """Assert that the relative error of the whole output is below ``limit``."""
+    """Assert that the relative error of the complete output is below ``limit``."""
     error = float((out.float() - expected).norm() / expected.norm())
     assert error < limit, f"the relative error is {error:.1e}"
 
@@ -57,8 +57,8 @@ def in_two_parts(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> torch.Tensor:
-    """Causal attention of the last keys' queries with what aligns masks to the first key: the earlier keys without a
-    mask, then their own with one, added up by the log-sum-exp of either. ``attend(q, k, v, causal) -> out, lse``."""
+    """Causal attention of the last keys' queries with a backend that aligns masks to the first key: the earlier keys
+    without a mask, then their own with one, merged by log-sum-exp. ``attend(q, k, v, causal) -> out, lse``."""
     earlier = k.shape[2] - q.shape[2]
     (a, top), (b, own) = (
         attend(q, k[:, :, :earlier], v[:, :, :earlier], False),
@@ -91,7 +91,7 @@ def chunk_bench(
     queries = q.unsqueeze(0).transpose(1, 2)
 
     def flash(i: int) -> torch.Tensor:
-        # aligned to the last key, as scaled_dot_product_attention is not
+        # aligned to the last key, unlike scaled_dot_product_attention
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(queries, *rows(), 0.0, True, scale=q.shape[2] ** -0.5)[0][0].transpose(0, 1)
 
@@ -117,7 +117,7 @@ def chunk_bench(
 
 
 def chunk_cost(fmt: Format, prefix: int, new: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """Bytes and operations of a chunk over its prefix, new rows, queries and outputs included."""
+    """Bytes and operations of a chunk over its prefix, including new rows, queries and outputs."""
     pairs, dim = new * prefix + new * (new + 1) // 2, fmt.head_dim
     moved = kv_heads * (prefix * fmt.bytes_per_token + new * 4 * dim) + 4 * new * heads * dim
     return moved, 4 * heads * pairs * dim

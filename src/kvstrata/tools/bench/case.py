@@ -1,7 +1,7 @@
 """Bench cases: a case states the bytes and operations, its bench holds the inputs, the contenders and the check.
 
-The runner drives `poison -> contender -> check` on every input set with the callables it times, so no figure
-belongs to an output that was not looked at.
+The runner runs `poison -> contender -> check` on every input set with the callables it times, so every time belongs to
+an output that was checked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Absent(Exception):
 
 @dataclass
 class Bench:
-    """The inputs of a case on a device, made ready.
+    """The prepared inputs of a case on a device.
 
-    `contenders[name](i)` runs on input set i. `poison(name, i)` spoils what that call will write; `check(name, i,
-    out)` gets what it returned and raises AssertionError if anything is wrong. `variants` are our own other
-    implementations: not peers, but they must be right. `host` are the calls whose host cost is measured. `before(i)`
-    runs between the flush and each sample, outside the time: what an engine does just before, such as writing the
+    `contenders[name](i)` runs on input set i. `poison(name, i)` overwrites what that call will write; `check(name, i,
+    out)` gets what it returned and raises AssertionError if anything is wrong. `variants` are other implementations of
+    ours: not peers, but they must be correct. `host` are the calls whose host time is measured. `before(i)` runs
+    between the flush and each sample, outside the measured time: what an engine does just before, such as writing the
     rows that are then stored. With a `burst` of 1 it also runs before each call of `host`.
     """
 
@@ -46,8 +46,8 @@ class Bench:
 
 
 def not_built(device: torch.device) -> Bench:
-    """`build` of cases whose module has a `run` of its own."""
-    raise RuntimeError("the contenders of this benchmark are no calls in this process")
+    """`build` of cases whose module has its own `run`."""
+    raise RuntimeError("the contenders of this benchmark are not calls in this process")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Case:
     """One line of a benchmark: `bytes` read plus written, `flops`, rotating input `sets`, and how it is built.
 
     With `graph=True` contenders are captured first, and replays are checked and timed. With `wall=True` a sample is
-    wall-clock time until the device has done the call, host included. Sampling ends after `seconds`, or after `rounds`
-    samples of each contender; None is the run's number. Host cost takes as long again at most.
+    wall-clock time until the device has finished the call, including the host. Sampling ends after `seconds`, or after
+    `rounds` samples of each contender; None is the run's default. Host times take at most as long again.
     """
 
     op: str
@@ -73,6 +73,6 @@ class Case:
 
 
 def sets_for(nbytes: int, device: torch.device, most: int = 8, memory: int = 4 << 30) -> int:
-    """Input sets of `nbytes` that exceed four times the cache together: 2 to `most`, or 1 where memory ends first."""
+    """Input sets of `nbytes` that together exceed four times the cache: 2 to `most`, or 1 for lack of memory."""
     wanted = -(-4 * cache_bytes(device) // max(nbytes, 1))
     return max(1, min(max(2, wanted), most, memory // max(nbytes, 1)))

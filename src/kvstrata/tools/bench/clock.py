@@ -1,11 +1,11 @@
 """Timing of one call, on a GPU and on a CPU.
 
 On CUDA a sample is  flush | start event | call | end event  on one stream, with no synchronisation. The flush
-writes more than the L2 and keeps the device busy while the host enqueues the rest, so the two events see device
-time alone. Whether that held is not assumed: if the start event has already completed when the end event is in the
-queue, the device was waiting for the host, and the sample is taken again behind a longer flush. A callable that
-outruns every flush (or synchronises) is host-bound and is reported as such. On a CPU a sample is wall-clock time; on a
-GPU it can be, from an idle device to an idle device, for calls of which the host is a part.
+writes more than the L2 and keeps the device busy while the host enqueues the rest, so the two events measure device
+time only. This is checked: if the start event has already completed when the end event is in the queue, the device
+was waiting for the host, and the sample is repeated with a longer flush. A callable that outruns every flush (or
+synchronises) is host-bound and is reported as such. On a CPU a sample is wall-clock time; on a GPU it can be, from an
+idle device to an idle device, for calls that include the host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TRIES = 8  # 1, 2, 4, 8, 16, 32, 32, 32 flushes, all outrun: host-bound
 
 
 class CudaClock:
-    warm_seconds = 0.1  # the time an idle GPU is given to raise its clocks
+    warm_seconds = 0.1  # time given to an idle GPU to raise its clocks
 
     def __init__(self, device: torch.device, buffer: torch.Tensor) -> None:
         self.device, self.buffer = device, buffer
         self.reset()
 
     def reset(self) -> None:
-        self.lead: dict[str, int] = {}  # flushes ahead of each contender
+        self.lead: dict[str, int] = {}  # number of flushes before each contender
         self.host_bound: set[str] = set()
 
     def time(self, name: str, call: Call, i: int, before: Call | None = None) -> Mark:
@@ -89,7 +89,7 @@ class CpuClock:
 
 
 class WallClock(CpuClock):
-    """Wall-clock time on a GPU, until the device has done the call."""
+    """Wall-clock time on a GPU, until the device has finished the call."""
 
     warm_seconds = CudaClock.warm_seconds
 

@@ -28,7 +28,7 @@ CLOCKS = {
 
 
 def describe(device: torch.device | str, revision: str | None = None) -> dict[str, Any]:
-    """The environment as plain data; `revision` is recorded where the package is no git checkout."""
+    """The environment as plain data; `revision` is recorded if the package is not in a git checkout."""
     device = torch.device(device)
     return {
         **(_gpu(device) if device.type == "cuda" else _cpu()),
@@ -39,7 +39,7 @@ def describe(device: torch.device | str, revision: str | None = None) -> dict[st
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what takes part in a measurement; None where a package is not installed."""
+    """Versions of everything that takes part in a measurement; None for packages that are not installed."""
     by_package: dict[str, str | None] = {
         "kvstrata": __version__,
         "python": platform.python_version(),
@@ -83,7 +83,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, Any]:
-    """Driver and clocks of the GPU with that uuid; empty where nvidia-smi cannot tell."""
+    """Driver and clocks of the GPU with that uuid; empty if nvidia-smi does not report them."""
     fields = ["uuid", "driver_version", *CLOCKS.values()]
     told = child.output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
     table = [[cell.strip() for cell in row.split(",")] for row in told.splitlines()]
@@ -107,7 +107,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _revision(given: str | None) -> dict[str, Any]:
-    """Revision and dirty flag of the checkout, if git tracks this very package (not one it merely lies inside)."""
+    """Revision and dirty flag of the checkout, if git tracks this package itself (not only a folder around it)."""
     git = ("git", "-C", str(PACKAGE))
     if not child.output(*git, "ls-files", "__init__.py"):
         return {"revision": given, "dirty": None}

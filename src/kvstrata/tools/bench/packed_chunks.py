@@ -1,7 +1,7 @@
 """Cases of `bench packed`: a chunk of new tokens of one request over its prefix in packed pages.
 
-Beside `prefill_packed`, all that it reads is unpacked by the same kernel and attended by cuDNN or flash. Calls are
-captured; the operations are the two products, of the chunk's own part the half that is seen.
+The peers unpack everything that `prefill_packed` reads with the same kernel and attend with cuDNN or flash. Calls are
+captured; the operations are the two products, for the chunk's own part the half that is visible.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .attention import assert_close, chunk_bench, chunk_cost
 from .case import Bench, Case
 
 BLOCK_SIZE = 64
-CHECKED = 16  # of the last queries, in one KV head, compared with float32
-SECONDS = 2.0  # of sampling, at most
+CHECKED = 16  # number of last queries, in one KV head, compared with float32
+SECONDS = 2.0  # maximum seconds of sampling
 
 
 def build_chunk(

@@ -1,7 +1,7 @@
 """Cases of `bench packed`: the stores of a decode step and of a prompt, 8 KV heads of 128.
 
-``store_kv`` writes the same rows in bfloat16, at the same slots. Bytes are rows read and codes written, of which
-``store_kv`` writes more.
+``store_kv`` writes the same rows in bfloat16, at the same slots. Bytes are rows read and codes written; ``store_kv``
+writes more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .clock import Call
 BLOCK_SIZE = 64
 POISON = 0xFF
 CHECKED_BLOCKS = 32  # compared with the reference
-SECONDS = 2.0  # of sampling, at most
+SECONDS = 2.0  # maximum seconds of sampling
 
 
 class Stores:
@@ -77,7 +77,7 @@ class Stores:
             assert_close(ours, theirs, 2e-2)
 
     def _rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as stored; tokens that were not are zeros: the scale of poison is NaN."""
+        """K and V as stored; tokens that were not stored are zeros: the scale of poison is NaN."""
         k, v = quant.dequantize_page(blocks.contiguous().view(-1, self.fmt.page_bytes), self.fmt)
         return k.nan_to_num(0.0), v.nan_to_num(0.0)
 
@@ -106,7 +106,7 @@ def build_store(name: str, tokens: int, prompt: bool, sets: int, device: torch.d
 
 
 def store_case(name: str, tokens: int, prompt: bool, device: torch.device) -> Case:
-    """A step of ``tokens`` single rows, or a prompt of so many."""
+    """A step of ``tokens`` single rows, or a prompt of that length."""
     cuda, fmt = device.type == "cuda", Format.parse(name, 128)
     moved = tokens * (8 if cuda else 1) * (2 * 128 * 2 + fmt.bytes_per_token) + 4 * tokens
     sets = sets_for(moved, device)

@@ -1,4 +1,4 @@
-"""Other libraries as optional contenders: registered per op, built when a case is, listed with a reason if absent."""
+"""Other libraries as optional contenders: registered per op, built with a case, listed with a reason if absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PEERS: dict[str, dict[str, Factory]] = {}
 
 
 def peer(op: str, name: str) -> Callable[[F], F]:
-    """Register a factory: it imports its library, takes what `attach` is given and returns the contender.
+    """Register a factory: it imports its library, takes the arguments of `attach` and returns the contender.
 
     >>> @peer("store", "flashinfer")
     ... def flashinfer(inputs):
@@ -30,7 +30,7 @@ def peer(op: str, name: str) -> Callable[[F], F]:
 
 
 def attach(bench: Bench, op: str, *inputs: Any) -> None:
-    """Add every peer of `op` to the bench, or to `absent` with what it raised: a broken one costs no other figures."""
+    """Add every peer of `op` to the bench, or to `absent` with its exception: a broken one affects no others."""
     for name, factory in PEERS.get(op, {}).items():
         try:
             bench.contenders[name] = factory(*inputs)

@@ -1,5 +1,5 @@
-"""Figures from a report: contenders against a size, in bytes a second with the copy as the roofline, or in
-microseconds of device and host; or times against the memory that a KV cache takes. Needs matplotlib."""
+"""Figures from a report: contenders against a size, as bandwidth with the copy as the roofline, or as microseconds of
+device and host; or times against the memory of a KV cache. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .results import CaseResult, Report, Row
 from .stats import Summary
 
 PROBES = ("copy", "empty")
-MEMORY = "memory"  # as an x: bytes of a case as a share of those of its K and V at 16 bit, instead of a parameter
-CACHE = ("B", "T", "kv_heads", "head_dim")  # parameters that say how many those are
+MEMORY = "memory"  # as x: bytes of a case as a share of those of its K and V at 16 bit, instead of a parameter
+CACHE = ("B", "T", "kv_heads", "head_dim")  # parameters that determine these bytes
 LABELS = {
     "tb_s": "TB/s",
     "tflop_s": "TFLOP/s",
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
 
 def groups(report: Report, view: View) -> dict[str, list[CaseResult]]:
-    """Cases that differ in `x` alone (and in `by`), at least two each, by the values of their other parameters."""
+    """Cases that differ only in `x` (and in `by`), at least two each, by the values of their other parameters."""
     x, _, rows, _, by, _ = view
     by_group: dict[str, list[CaseResult]] = defaultdict(list)
     needed, free = (set(CACHE), {"kind", by}) if x == MEMORY else ({x}, {x, by})
@@ -71,8 +71,8 @@ def plot(report: Report, cases: list[CaseResult], path: Path, view: View) -> Pat
             _panel(report, lines, axes, view.x, one)
         if len(ys) == 1:
             every[0].set(title=title)
-            if every[0].get_legend_handles_labels()[0]:  # none where no case ran
-                every[0].legend(fontsize=8, loc="best")  # named, else a slow machine gives a warning
+            if every[0].get_legend_handles_labels()[0]:  # none if no case ran
+                every[0].legend(fontsize=8, loc="best")  # explicit, else slow machines get a warning
         else:
             figure.suptitle(title)
             figure.legend(*every[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
@@ -88,7 +88,7 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
         points = [(_x(case, x), *_value(case, row, y)) for case, row in pairs if _drawn(case, row, y)]
         if not points:
             if name not in PROBES:
-                axes.plot([], [])  # the others keep the colour that they have in the panel beside
+                axes.plot([], [])  # keeps the colours of the neighbouring panel
             continue
         xs, middle, low, high = zip(*points, strict=True)
         dash, colour = "--" if name in PROBES else "o-", "0.5" if name == "copy" else None
@@ -121,7 +121,7 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
 
 
 def _plain_ticks(axes: Any, sizes: list[float]) -> None:
-    """Sizes as they are, values as 1, 2, 5, 10, ...: powers are hard to read where a panel spans one or two of them."""
+    """Show sizes as they are, values as 1, 2, 5, 10, ...: powers are hard to read if a panel spans one or two."""
     from matplotlib import ticker
 
     axes.set_xticks(sizes, labels=map(str, sizes), fontsize=8)

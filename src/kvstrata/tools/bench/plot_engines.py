@@ -1,4 +1,4 @@
-"""Figure of engines: tokens a second of each contender, a panel for each case, relative to the baseline. Needs
+"""Figure of engines: tokens per second of each contender, one panel per case, relative to the baseline. Needs
 matplotlib."""
 
 from __future__ import annotations

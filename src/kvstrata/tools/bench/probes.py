@@ -1,4 +1,4 @@
-"""The two yardsticks beside every figure: what a plain copy reaches, and what an empty kernel costs."""
+"""The two yardsticks of every result: the bandwidth of a plain copy, and the cost of an empty kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .clock import Call
 from .stats import summary
 from .timer import Timer
 
-LARGEST = 4 << 30  # bytes of a buffer; more are copied in parts, so that a yardstick does not take all memory
+LARGEST = 4 << 30  # bytes of a buffer; more are copied in parts, so that a probe does not take all memory
 EMPTY = Path(__file__).parent / "baselines" / "empty.cu"
 
 
@@ -21,7 +21,7 @@ def copy_call(moved: int, sets: int, device: torch.device) -> Call:
     half = max(moved // 2, 1)
     if half > LARGEST:
         return _copy_in_parts(half, device)
-    stride = -(-half // 512) * 512  # every buffer aligned as an allocation of its own would be
+    stride = -(-half // 512) * 512  # every buffer aligned like a separate allocation
     source = torch.randint(0, 256, (sets, stride), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     pairs = [(target[i, :half], source[i, :half]) for i in range(sets)]
@@ -42,7 +42,7 @@ def _copy_in_parts(half: int, device: torch.device) -> Call:
 
 @functools.cache
 def empty_call(device: torch.device) -> tuple[Call, str]:
-    """A call that does nothing on the device, and what it is."""
+    """A call that does nothing on the device, and a description of it."""
     if device.type != "cuda":
         return (lambda i: None), "an empty Python function"
     try:
@@ -50,7 +50,7 @@ def empty_call(device: torch.device) -> tuple[Call, str]:
 
         kernel = jit.load(EMPTY, "empty")
         kernel.launch(grid=1, block=32)
-    except Exception as error:  # the run is worth more than this yardstick; the report says which one was used
+    except Exception as error:  # a run is worth more than this probe; the report says which one was used
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return (lambda i: torch.cuda._sleep(0)), f"torch.cuda._sleep(0), since {reason}"
     return (lambda i: kernel.launch(grid=1, block=32)), EMPTY.name

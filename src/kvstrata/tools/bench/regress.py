@@ -1,4 +1,4 @@
-"""The regression gate of bench: a result against an earlier one, from a file or from a git revision.
+"""The regression gate of bench: compares a result with an earlier one, from a file or a git revision.
 
 A case got slower when the 95 % intervals of its medians do not overlap, the medians differ by more than 2 % and a rank
 test of the raw samples gives p < 0.05; faster likewise. Everything else is noise.
@@ -27,7 +27,7 @@ class Outcome:
 
 
 def outcomes(old: Report, new: Report) -> list[Outcome]:
-    """All rows of ours that both have, in the order of the new result; ValueError where they cannot be compared."""
+    """All rows of ours that both have, in the order of the new result; ValueError if they cannot be compared."""
     if (old.op, old.machine["slug"]) != (new.op, new.machine["slug"]):
         raise ValueError(
             f"cannot compare {old.op} on {old.machine['slug']} with {new.op} on {new.machine['slug']}: "

@@ -1,13 +1,13 @@
-"""Tables for people, from a report: in the terminal, and as Markdown between markers in a document.
+"""Tables from a report: in the terminal, and as Markdown between markers in a document.
 
-A document says what it wants where it wants it, and `kvstrata report` fills it in:
+A document requests a table between two markers, and `kvstrata report` fills it in:
 
     <!-- kvstrata:store rows=8x128-fp16-* pivot=us -->
     <!-- /kvstrata:store -->
 
 `rows` and `contenders` are comma-separated globs, `columns` names of COLUMNS, and so is `pivot`: then a row is a case
-and each contender has a column or, with `by`, each value of that parameter of the cases. `targets` are aims as
-targets.py reads them. `on` names the machine where results of several exist.
+and each contender has a column or, with `by`, each value of that parameter of the cases. `targets` are parsed by
+targets.py. `on` names the machine if there are results of several.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _share(case: CaseResult, row: Row) -> str:
 
 
 def _of_engine(case: CaseResult, row: Row, name: str) -> Any:
-    """Value of a parameter that engines differ in, 0 where a row has none."""
+    """Value of a parameter that differs between engines, 0 if a row has none."""
     by_row = case.params.get(name)
     return by_row.get(row.name, 0) if isinstance(by_row, dict) else 0
 
@@ -79,9 +79,12 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "case": ("case", lambda case, row: case.name),
     "contender": ("contender", lambda case, row: row.name),
     "us": ("us", _us),
+    "ms": ("ms", lambda case, row: _number(row.us.median / 1000) if row.us else _us(case, row)),
     "interval": ("95 %", lambda case, row: f"{row.us.lo:.2f}-{row.us.hi:.2f}" if row.us else ""),
     "mean": ("mean", lambda case, row: _number(sum(row.samples) / len(row.samples)) if row.us else ""),
     "slowest": ("slowest", lambda case, row: _number(max(row.samples)) if row.us else ""),
+    "mean_ms": ("mean", lambda case, row: _number(sum(row.samples) / len(row.samples) / 1000) if row.us else ""),
+    "slowest_ms": ("slowest", lambda case, row: _number(max(row.samples) / 1000) if row.us else ""),
     "p95": ("p95", lambda case, row: _number(row.us.p95) if row.us else ""),
     "tb_s": ("TB/s", lambda case, row: "" if row.tb_s is None else f"{row.tb_s:.3g}"),
     "tflop_s": ("TFLOP/s", lambda case, row: _number(row.tflop_s, 1)),
@@ -108,7 +111,7 @@ COLUMNS: dict[str, tuple[str, Cell]] = {
     "host": ("host us", lambda case, row: _number(case.host[row.name].median) if row.name in case.host else ""),
 }
 DEFAULT = "case,contender,us,interval,tb_s,of_peak,less_floor,of_copy,over_floor,speedup,vs_peer,host"
-COMMANDS = {"*": "bench {} --save"}  # what no other command claims is a benchmark
+COMMANDS = {"*": "bench {} --save"}  # anything that no other command claims is a benchmark
 OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
 
 
@@ -142,7 +145,7 @@ def caption(report: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """Notes under a table: an unusual floor, absent peers and why, other host costs, cases that did not run."""
+    """Notes below a table: an unusual floor, absent peers and why, other host times, cases that did not run."""
     usual = report.machine["slug"].startswith("cpu") or report.floor["kernel"] == "empty.cu"
     absent = {f"{name} absent: {why}": None for case in report.cases for name, why in case.absent.items()}
     floor = [] if usual else [f"floor of {report.floor['kernel']}"]
@@ -166,7 +169,7 @@ def notes(report: Report) -> list[str]:
 
 
 def verdict(report: Report) -> str:
-    """The four lines under a table: correctness, then baseline against ours on the case that moves most bytes."""
+    """The four lines below a table: correctness, then baseline against ours on the case that moves the most bytes."""
     if report.failures:
         return "\n".join(["Correctness: FAILED", *report.failures])
     passed = "Correctness: PASSED"

@@ -1,6 +1,6 @@
 """Results of a bench run: rows with summaries and raw samples, as readable JSON under results/<machine>/<op>.json.
 
-Raw samples are kept (to 0.01 us) so that a later revision can be compared by statistics and not by two medians.
+Raw samples are kept (to 0.01 us) so that a later revision can be compared statistically, not only by two medians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Against:
 @dataclass
 class Row:
     """One contender in one case; a contender that is not correct has no times. `kind` is ours, variant, baseline,
-    peer or probe; shares are of the large copy, `less_floor` after the empty kernel's time is taken off."""
+    peer or probe; shares are relative to the large copy, `less_floor` after subtracting the empty kernel's time."""
 
     name: str
     kind: str
@@ -62,8 +62,8 @@ class CaseResult:
     absent: dict[str, str] = field(default_factory=dict)
     host: dict[str, Summary] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    seconds: float = 0.0  # that the case took, inputs and checks included
-    measured: str = ""  # revision and date, if they are not the report's
+    seconds: float = 0.0  # duration of the case, including inputs and checks
+    measured: str = ""  # revision and date, if they differ from the report's
 
     def row(self, kind: str) -> Row | None:
         """The correct row of that kind, if there is one."""
@@ -104,7 +104,7 @@ def save(report: Report, root: Path | str) -> Path:
 
 
 def merge(before: Report, after: Report) -> Report:
-    """``before`` with the cases of ``after`` in place of its own; each of these names its own revision and date.
+    """``before`` with its cases replaced by those of ``after``; each of these has its own revision and date.
 
     Raises ValueError if ops, machines, methods or versions differ, or if a case is not in ``before``.
     """
@@ -120,7 +120,7 @@ def merge(before: Report, after: Report) -> Report:
 
 
 def _setting(value: Any) -> Any:
-    """The part that must be equal: name and versions of a machine, all of a method but the choice of cases."""
+    """The part that must be equal: name and versions of a machine, all of a method except the selection of cases."""
     if not isinstance(value, dict):
         return value
     if "slug" in value:
@@ -135,5 +135,5 @@ def load(path: Path | str) -> Report:
 
 
 def loads(text: str, name: str) -> Report:
-    """Read the text of a file; ValueError, which calls it ``name``, if it is no result of bench."""
+    """Read the text of a file; ValueError, which names it ``name``, if it is not a result of bench."""
     return results.loads(Report, text, name, "a kvstrata result")

@@ -1,7 +1,8 @@
 """Runs cases: build, check every contender on every input set, time them interleaved, check again, compare.
 
-A contender whose output is wrong, before or after the timing, leaves a row without any speed. A failed kernel says so
-only when the host waits for the device, so each case and each check ends with a wait: the error belongs to that case.
+A contender whose output is wrong, before or after the timing, gets a row without a speed. A failed kernel is only
+reported when the host waits for the device, so each case and each check ends with a wait: the error belongs to that
+case.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run(
     after_case: Callable[[Report], object] = lambda report: None,
     seconds: float = math.inf,
 ) -> Report:
-    """Measure the cases whose name matches `only`; `after_case` sees the report as it grows.
+    """Measure the cases whose name matches `only`; `after_case` receives the report as it grows.
 
     No case begins after `seconds`, or after one that broke the device: those left out have an error that says so.
     """
@@ -49,7 +50,7 @@ def run(
     rounds = ROUNDS[timer.device.type][quick]
     method = {"rounds": rounds, "quick": quick, "flush_bytes": timer.flush_bytes, "only": only}
     report = new_report(chosen[0].op, timer, method, revision)
-    broken = ""  # the case after which the device answers nothing but its error
+    broken = ""  # the case after which the device only returns its error
     for case in _progress(chosen):
         result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
         if broken:
@@ -70,7 +71,7 @@ def new_report(op: str, timer: Timer, method: dict[str, Any], revision: str | No
     """A report without cases: machine, method, copy bandwidth and launch floor."""
     peak, ground = copy_bandwidth(timer), floor(timer)
     release(timer.device)
-    return Report(op, describe(timer.device, revision), method, peak, ground)  # the clocks of a busy device
+    return Report(op, describe(timer.device, revision), method, peak, ground)  # clocks of a busy device
 
 
 def select(cases: Iterable[T], only: str, name: str = "name") -> list[T]:
@@ -84,7 +85,7 @@ def select(cases: Iterable[T], only: str, name: str = "name") -> list[T]:
 
 
 def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
-    """One case; an error that is not a contender's own ends up in `error`, and the run goes on."""
+    """Measure one case; an error that is not a contender's own goes to `error`, and the run continues."""
     result = CaseResult(case.name, case.params, case.bytes, case.flops, case.sets, case.graph)
     begin = time.monotonic()
     try:
@@ -101,7 +102,7 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     if case.wall:
         timer = timer.by_wall()
     if clash := set(PROBES) & bench.contenders.keys():
-        raise ValueError(f"{', '.join(clash)}: these names belong to the probes")
+        raise ValueError(f"{', '.join(clash)}: these names are reserved for probes")
     if missing := {bench.ours, bench.baseline, *bench.variants} - bench.contenders.keys():
         raise ValueError(f"not among the contenders: {', '.join(sorted(missing))}")
     result.absent = bench.absent
@@ -122,7 +123,7 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
             row.us, row.samples = summary(samples[name]), samples[name].tolist()
         result.rows.append(row)
     _judge(result, case, peak)
-    if timer.device.type == "cuda":  # on a CPU the host cost is the time itself
+    if timer.device.type == "cuda":  # on a CPU the time itself is host time
         right = {name: call for name, call in bench.host.items() if name not in errors}
         before = bench.before if bench.burst == 1 else None
         taken = timer.host(right, case.sets, bench.bursts, bench.burst, before, case.seconds)
@@ -140,7 +141,7 @@ def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str
 
 
 def verify(bench: Bench, calls: dict[str, Call], sets: int, wait: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Poison, run and check every contender on every input set; the messages of those that fail.
+    """Poison, run and check every contender on every input set; returns the messages of those that fail.
 
     `wait` is called after each contender and raises the errors of its kernels.
     """
@@ -157,7 +158,7 @@ def verify(bench: Bench, calls: dict[str, Call], sets: int, wait: Callable[[], N
 
 
 def _verify_on(timer: Timer, bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
-    """`verify`; RuntimeError if one of the contenders broke the device, which names it."""
+    """`verify`; raises RuntimeError, naming the contender, if one of them broke the device."""
     errors = verify(bench, calls, sets, timer.clock.synchronize)
     if errors and _is_broken(timer):
         name, message = next(iter(errors.items()))
@@ -228,7 +229,7 @@ def _progress(cases: Sequence[Case]) -> Iterable[Case]:
 
 
 def _is_broken(timer: Timer) -> bool:
-    """True if a kernel failed in a way after which the device does nothing more for this process."""
+    """True if a kernel failed in a way that makes the device unusable for this process."""
     try:
         timer.clock.synchronize()
     except RuntimeError:

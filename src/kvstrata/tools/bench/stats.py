@@ -1,7 +1,7 @@
 """Statistics that decide: medians with intervals, effect size, rank test.
 
 Timing samples are skewed and have outliers, so location is the median and its uncertainty a seeded bootstrap;
-the same samples always give the same figures.
+equal samples always give equal results.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def ratio(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ratio:
 def hedges_g(a: ArrayLike, b: ArrayLike, tails: float = 0.0) -> float:
     """Difference of means in pooled standard deviations, corrected for small samples; positive when a is larger.
 
-    `tails`: this share of the samples at either end counts as the quantile there (winsorized), so that no outlier
-    decides about the spread; the deviation is scaled to mean the same for normal samples. Without any variance the
+    `tails`: this share of the samples at either end is replaced by the quantile there (winsorized), so that no outlier
+    determines the spread; the deviation is rescaled to be unchanged for normal samples. Without any variance the
     result is 0 for equal means and infinite otherwise.
     """
     x, y = (_checked(s, name, least=2) for s, name in ((a, "a"), (b, "b")))
@@ -79,7 +79,7 @@ def hedges_g(a: ArrayLike, b: ArrayLike, tails: float = 0.0) -> float:
 
 
 def rank_test(a: ArrayLike, b: ArrayLike) -> float:
-    """Two-sided p of the Mann-Whitney rank test: how likely such ranks are if a and b do not differ."""
+    """Two-sided p of the Mann-Whitney rank test: the probability of such ranks if a and b do not differ."""
     x, y = _checked(a, "a"), _checked(b, "b")
     if min(x.min(), y.min()) == max(x.max(), y.max()):
         return 1.0

@@ -1,6 +1,6 @@
-"""A layer of a tiered cache made up on the device: random codes in pages at shuffled places, as kernels read them.
+"""A synthetic layer of a tiered cache on the device: random codes in shuffled pages, as kernels read them.
 
-Speed does not depend on what the codes say, and filling a real cache of that size takes longer than measuring it.
+Speed does not depend on the values of codes, and filling a real cache of that size takes longer than measuring it.
 """
 
 from __future__ import annotations

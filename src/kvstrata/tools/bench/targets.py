@@ -2,9 +2,9 @@
 
     fa-64x4096: host kvstrata / host bare launch <= 1.3
 
-The case; two times, one over the other; the most or the least that the ratio is to be. A time is a contender's median
-(`host` or `gpu`), `mean` or `slowest`; or `bytes`, what the case moves, at the copy peak; or a number, as in `60 us`.
-`+` adds them. Lines are set apart by semicolons.
+A line has the case, two times as a ratio, and the upper or lower bound of the ratio. A time is a contender's median
+(`host` or `gpu`), `mean` or `slowest`; or `bytes`, the bytes of the case at the copy peak; or a number, as in `60 us`.
+`+` adds them. Lines are separated by semicolons.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Range = tuple[float, float, float]  # median and the ends of its 95 % interval, 
 
 
 def grid(report: Report, text: str) -> tuple[list[str], list[list[str]]]:
-    """Header and lines; the range of a ratio is that of both intervals' ends, so wider than 95 %."""
+    """Header and lines; the range of a ratio covers the ends of both intervals, so it is wider than 95 %."""
     lines = []
     for line in filter(None, (line.strip() for line in text.split(";"))):
         if not (match := LINE.fullmatch(" ".join(line.split()))):

@@ -20,8 +20,8 @@ from .machine import cache_bytes
 from .stats import Array
 
 BATCH = 16  # rounds between two synchronisations
-FEWEST = 5  # rounds and bursts taken even when the time is up
-LONG = 0.05  # seconds of a round from which on every round is waited for
+FEWEST = 5  # minimum number of rounds and bursts, even when the time is up
+LONG = 0.05  # seconds per round from which on every round is synchronised
 BURST = 50  # calls in one host burst: launches of one kernel, far below the depth of the launch queue
 
 
@@ -39,7 +39,7 @@ class Timer:
         self.clock = CudaClock(self.device, buffer) if cuda else CpuClock(buffer)
 
     def by_wall(self) -> Timer:
-        """A timer whose samples are wall-clock time until the device is done, the host's part included."""
+        """A timer whose samples are wall-clock time until the device is done, including the host's part."""
         other = copy.copy(self)
         if self.device.type == "cuda":
             other.clock = WallClock(self.device, self.clock.buffer)
@@ -60,13 +60,13 @@ class Timer:
         seconds: float = 20.0,
         before: Call | None = None,
     ) -> dict[str, Array]:
-        """Microseconds of each call, `rounds` samples each, or fewer (never under 5) once `seconds` are over.
+        """Microseconds of each call, `rounds` samples each, or fewer (at least 5) after `seconds`.
 
-        `before` runs ahead of every sample, after the flush and outside the time.
+        `before` runs ahead of every sample, after the flush and outside the measured time.
         """
         order = random.Random(seed)
         taken: dict[str, list[float]] = {name: [] for name in calls}
-        batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is seen where we wait
+        batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is checked when synchronised
         with no_collection():
             limit = time.perf_counter() + seconds
             for first in range(0, rounds, batch):
@@ -92,8 +92,8 @@ class Timer:
     ) -> dict[str, Array]:
         """Microseconds the host spends per call, one value per burst; the device is idle when a burst begins.
 
-        A ``burst`` of calls has to fit the launch queue, else the host waits for the device. ``before`` runs ahead of
-        each burst, outside the time. Fewer bursts (never under 5) are taken once ``seconds`` are over.
+        A ``burst`` of calls has to fit the launch queue, otherwise the host waits for the device. ``before`` runs ahead
+        of each burst, outside the measured time. Fewer bursts (at least 5) are taken after ``seconds``.
         """
         taken: dict[str, list[float]] = {name: [] for name in calls}
         with no_collection():
@@ -127,7 +127,7 @@ class Timer:
                     out = call(i)
                 graphs.append((graph, out))
 
-        def replay(i: int, kept: Call = call) -> object:  # what the graphs read lives as long as what made them
+        def replay(i: int, kept: Call = call) -> object:  # keeps alive what the graphs read
             graph, out = graphs[i]
             graph.replay()
             return out

@@ -1,8 +1,8 @@
-"""Attention inside a vLLM engine against the float32 reference, on the same rows and packed bytes.
+"""Compares attention inside a vLLM engine with the float32 reference, on the same rows and packed bytes.
 
-Tokens of a model with random weights say little about 4 bits and fewer: such a model amplifies the rounding. So every
-layer's attention is compared where it happens, in steps without CUDA graphs; the steps with graphs then have to give
-the same tokens.
+Tokens of a model with random weights say little about 4 bits and fewer, since such a model amplifies rounding. So every
+layer's attention is compared directly, in steps without CUDA graphs; the steps with graphs must then give the same
+tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Worst:
 
 @contextmanager
 def compared() -> Iterator[Worst]:
-    """Run every `PackedLayer.attend` twice, with the kernels and with the reference; the kernels' output stays."""
+    """Run every `PackedLayer.attend` twice, with the kernels and with the reference; the kernels' output is used."""
     worst, attend = Worst(), packed.PackedLayer.attend
 
     def both(
@@ -60,6 +60,6 @@ def compared() -> Iterator[Worst]:
 
 @contextmanager
 def without_graphs(runner: Any) -> Iterator[None]:
-    """Steps of a vLLM model runner run eagerly, until the context ends."""
+    """Context in which a vLLM model runner runs its steps eagerly."""
     with mock.patch.object(runner.cudagraph_manager, "_graphs_captured", False):
         yield

@@ -1,10 +1,10 @@
-"""Measurements of one vLLM engine, in a process of its own: the child of the vllm benchmark.
+"""Measurements of one vLLM engine in its own process: the child of the vllm benchmark.
 
     python -m kvstrata.tools.bench.vllm_child '{"backend": "CUSTOM", "format": "K4V4", "cache_bytes": 68719476736, ...}'
 
 Decode steps run over a filled cache, so that contexts need no prefill: the blocks hold random rows in the engine's
-format, each request has blocks of its own, and vLLM takes the prompts for computed (`vllm_connector`). Prompts are
-measured apart, computed as usual. The last line of the output is the result.
+format, each request has its own blocks, and vLLM treats the prompts as computed (`vllm_connector`). Prompts are
+measured separately, computed as usual. The last line of the output is the result.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvstrata.engines.packed import PackedLayer
 from . import vllm_check, vllm_engine
 
 MARK = "RESULT "
-GROWTH = 256  # tokens by which a context is shorter than its name says, for the steps
+GROWTH = 256  # tokens by which a context is shorter than its name says, to leave room for steps
 GROUP, GROUPS = 8, 9  # steps of a sample, samples of a case
-TOP = 20  # logprobs that are compared
+TOP = 20  # number of logprobs that are compared
 FEW_BLOCKS = 64  # distinct blocks of rows, repeated over the cache
 
 
@@ -87,9 +87,9 @@ def steps(llm: Any, batch: int, context: int) -> list[float]:
 
 
 def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
-    """Microseconds per token of prompts that are computed; a round has other tokens, and the first is not counted.
+    """Microseconds per token of computed prompts; each round has other tokens, and the first is not counted.
 
-    A prompt is one token shorter than ``length``: with the token that it gives, it may be as long as the model allows.
+    A prompt is one token shorter than ``length``: together with the generated token it is as long as the model allows.
     """
     import vllm
 
@@ -107,7 +107,7 @@ def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
 
 
 def probe(llm: Any) -> list[dict[str, Any]]:
-    """First token of a few prompts, which prefill makes, and the best logprobs of the second, which decode makes."""
+    """First token of a few prompts, from prefill, and the best logprobs of the second, from decode."""
     import vllm
 
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, logprobs=TOP)
@@ -128,7 +128,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     if backend == "CUSTOM":
         from kvstrata.engines.vllm import KvstrataBackend
 
-        # Connectors are refused because they may split blocks by token; this one moves nothing.
+        # Connectors are refused because they may split blocks by token; this one transfers nothing.
         KvstrataBackend.supports_kv_connector = classmethod(lambda cls: True)  # type: ignore[method-assign, assignment]
     import vllm
 
@@ -160,10 +160,10 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
             run = steps if case["what"] == "steps" else prompts
             try:
                 told["cases"][case["name"]] = run(llm, case["batch"], case["tokens"])
-            except Exception as error:  # whatever vLLM raises: other cases were measured
+            except Exception as error:  # anything that vLLM raises: other cases were measured
                 told["errors"][case["name"]] = f"{type(error).__name__}: {error}"
                 break  # the engine's state is unknown
-            finally:  # the last line counts, should the process be ended
+            finally:  # the last line counts, in case the process is killed
                 told["seconds"] = time.perf_counter() - begin
                 print(MARK + json.dumps(told), flush=True)
         vllm_engine.close(llm)

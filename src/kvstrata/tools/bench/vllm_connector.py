@@ -1,7 +1,7 @@
-"""A KV connector that says a prompt is in the cache already: decode steps over long contexts without their prefill.
+"""A KV connector that reports a prompt as already cached: decode steps over long contexts without their prefill.
 
-vLLM allocates the blocks of such a prompt and computes its last token alone. What the blocks hold is for the benchmark
-to fill in (`vllm_child.fill`). Prompts that do not begin with `FILLED` are computed as usual.
+vLLM allocates the blocks of such a prompt and computes only its last token. The benchmark fills the blocks
+(`vllm_child.fill`). Prompts that do not begin with `FILLED` are computed as usual.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FilledConnector(KVConnectorBase_V1, SupportsHMA):
         return max(request.num_tokens - 1 - num_computed_tokens, 0), False
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Hooks of a transfer, of which there is none."""
+        """Hooks of a transfer, which does not happen."""
 
     update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 

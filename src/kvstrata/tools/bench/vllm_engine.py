@@ -1,6 +1,6 @@
 """A vLLM engine in this process, at the shapes of a model and without its weights: for the benchmark and the tests.
 
-vLLM's dummy weights are so small that attention does not reach the tokens; `randomize` gives weights with which it
+vLLM's dummy weights are so small that attention does not affect the tokens; `randomize` gives weights with which it
 does, the same in every process.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# One process, no network, nothing that the host may lack; set before vLLM is imported.
+# One process, no network, no optional dependencies; set before vLLM is imported.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -61,13 +61,13 @@ LLAMA_8B = SMALL | {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-LOGIT_STD = 3.0  # of `randomize`: the best two of 32,000 tokens are then about 0.7 apart
-FILLED = 3  # first token of a prompt that counts as computed where the connector is used
-SCORE_STD = 2.0  # of attention scores: a query sees a few tokens, not the mean of all
+LOGIT_STD = 3.0  # of logits after `randomize`: the best two of 32,000 tokens are then about 0.7 apart
+FILLED = 3  # first token of a prompt that the connector reports as computed
+SCORE_STD = 2.0  # of attention scores: a query attends to a few tokens, not to the mean of all
 
 
 def prepare() -> None:
-    """Set the environment that has to be there before vLLM is imported; what the user set stays."""
+    """Set the environment that vLLM needs at import; the user's own settings are kept."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -84,9 +84,9 @@ def start(model: str, backend: str, format: str | None, sizes: Sequence[int] = (
     Args:
         model: folder of a configuration, with or without weights.
         backend: vLLM's name, ``CUSTOM`` for kvstrata.
-        format: packed format with ``CUSTOM``, else vLLM's ``kv_cache_dtype``; None is that of the model.
+        format: packed format with ``CUSTOM``, else vLLM's ``kv_cache_dtype``; None is the model's.
         sizes: batch sizes of decode steps that are captured as CUDA graphs; empty: no graphs.
-        options: of ``vllm.LLM``.
+        options: further arguments of ``vllm.LLM``.
     """
     prepare()
     import vllm
@@ -126,10 +126,10 @@ def runner_of(llm: Any) -> Any:
 
 @torch.inference_mode()
 def randomize(llm: Any) -> None:
-    """Overwrite the weights in place; a weight depends on its name and shape alone.
+    """Overwrite the weights in place; a weight depends only on its name and shape.
 
     Activations are about 1, scores and logits have the spreads above, and the residual stream of a layer is not small
-    beside that of the embedding.
+    compared with the embedding's.
     """
     runner = runner_of(llm)
     config, parallel = runner.model_config, runner.parallel_config

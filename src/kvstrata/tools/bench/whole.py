@@ -1,13 +1,13 @@
-"""Whole operations of a cache as users call them, for the settle benchmark: prompts, steps with settling, eager calls.
+"""Complete operations of a cache as users call them, for the settle benchmark: prompts, settling steps, eager calls.
 
     prompt-B1-16384    `append` of the prompts of B requests to every layer, into an empty cache
-    advance-B32-16384  `advance`, one step after the other, so that every 60th or so settles: `mean` and `slowest` tell;
-                       rows of the step are written outside the time
-    eager-B32-16384    `append` and `decode_attention` of one layer after the other
+    advance-B32-16384  `advance`, step by step, so that about every 60th settles, which shows in `mean` and `slowest`;
+                       rows of the step are written outside the measured time
+    eager-B32-16384    `append` and `decode_attention`, layer by layer
 
-Wall-clock time until the device is done; host time is measured apart, for the same calls. Contexts are random rows.
-``16 bit`` is the same call on a cache that never settles; for ``advance`` and ``eager`` it holds a page a request only,
-since its time hardly depends on contexts and the memory may not suffice for more.
+Times are wall-clock until the device is done; host time is measured separately, for the same calls. Contexts are random
+rows. ``16 bit`` is the same call on a cache that never settles; for ``advance`` and ``eager`` it holds only one page
+per request, since its time hardly depends on contexts and memory may not suffice for more.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .case import Bench, Case
 from .clock import Call
 from .machine import release
 
-LAYERS = 32  # of the model; a shape of which these do not fit the memory has fewer, and says so in its name
+LAYERS = 32  # layers of the model; a shape that does not fit the memory has fewer, as its name says
 GROWTH = 1024  # tokens that requests may grow by
 FILLED = 16  # requests whose contexts are appended at once
 PERIODS = 3  # settlings that the samples of `advance` contain
-LIMIT = 0.6  # largest mean error of K in a cache, relative to its size: that of 2 bits
+LIMIT = 0.6  # largest mean relative error of K in a cache: that of 2 bits
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request: at different places of their pages."""
+        """Tokens of each request: at different fill levels of their pages."""
         return [self.tokens - 7 * i % self.page_tokens for i in range(self.requests)]
 
     @property
@@ -89,7 +89,7 @@ class Prompts:
             self.cache.free_request(request)
 
     def append(self, mass: bool = False) -> None:
-        if self.cache.requests:  # the call before was not cleared
+        if self.cache.requests:  # the previous call was not cleared
             self.clear()
         given: dict[str, Any] = dict(mass=self.mass, queries=self.shape.tokens) if mass else {}
         for layer in range(self.shape.layers):
@@ -136,7 +136,7 @@ def build_prompt(shape: Shape, device: torch.device) -> Bench:
 
 
 class Steps:
-    """Requests with contexts that grow by a token a step."""
+    """Requests with contexts that grow by one token per step."""
 
     def __init__(self, shape: Shape, device: torch.device, budget: float | None, lengths: list[int]) -> None:
         self.shape, self.unwritten, self.layer = shape, False, 0
@@ -195,7 +195,7 @@ _built: dict[tuple[Shape, torch.device], tuple[Steps, Steps]] = {}
 
 
 def steps_of(shape: Shape, device: torch.device) -> tuple[Steps, Steps]:
-    """The caches of a shape, kept until another is asked for; the second one is 16 bit."""
+    """The caches of a shape, kept until another is requested; the second one is 16 bit."""
     if (shape, device) not in _built:
         forget(device)
         short = [n % shape.page_tokens + 1 for n in shape.lengths]
@@ -204,7 +204,7 @@ def steps_of(shape: Shape, device: torch.device) -> tuple[Steps, Steps]:
 
 
 def forget(device: torch.device) -> None:
-    """Free the caches, which may be most of the memory."""
+    """Free the caches, which may take most of the memory."""
     _built.clear()
     release(device)
 
@@ -258,7 +258,7 @@ TOY = Shape(3, 300, 2, 2, 64, 4, 0.3, 16, 16, torch.float32)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """Cases of whole operations; those of a shape with the same caches follow each other."""
+    """Cases of complete operations; those of a shape with the same caches are consecutive."""
     if device.type != "cuda":
         prompts, steps, eager = [TOY], [TOY], {TOY}
     else:

@@ -1,8 +1,8 @@
 """Checks an op on this machine: the bench cases' own checks, random sweeps, then some of these under compute-sanitizer.
 
-On a GPU the backends' sweeps and the sanitizer's tools run side by side, each in a process of its own, while the cases
+On a GPU the backends' sweeps and the sanitizer's tools run in parallel, each in its own process, while the cases
 are checked: most of their time is compiling. Under the sanitizer, without the caching allocator, every tensor is its
-own allocation, so that memcheck sees one element past its end.
+own allocation, so that memcheck detects an access one element past its end.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvstrata.tools.profile.launch import build
 from . import sweeps
 from .results import SANITIZER, TOOLS, Step
 
-TRIALS = (60, 12)  # of each backend: full, quick
-SWEEP_SECONDS = (20.0, 6.0)  # for them; most of it is compiling, on a GPU
+TRIALS = (60, 12)  # trials per backend: full, quick
+SWEEP_SECONDS = (20.0, 6.0)  # seconds per backend; on a GPU mostly compiling
 WATCHED = (6, 3)  # trials under a tool
-SECONDS = 420  # for one process
+SECONDS = 420  # seconds per process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
-# Triton hands values to warps of warp_specialize between barriers that racecheck does not know.
+# Triton passes values to warps of warp_specialize between barriers that racecheck does not know.
 TOOL_FLAGS = {
     "racecheck": ("--kernel-regex-exclude", "kns=specialized"),
-    "synccheck": ("--num-cuda-barriers", str(1 << 18)),  # more than one launch of packed decode has
+    "synccheck": ("--num-cuda-barriers", str(1 << 18)),  # more than one launch of packed decode uses
 }
 
 
@@ -65,7 +65,7 @@ def check_sweep(
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
     refused = [o.refused for o in outcomes if o.refused]
     if len(refused) == len(outcomes):
-        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were asked for")
+        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were requested")
     return Step(f"sweep, {backend}", len(outcomes) - len(refused), time.perf_counter() - began, errors)
 
 
@@ -84,7 +84,7 @@ def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, 
 
 
 def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
-    """Trials that were made, what failed, and why one was refused, from the child's output."""
+    """Number of trials, failures, and why a trial was refused, from the child's output."""
     trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
     refused = re.search(r"^\w+ refused: (.*)", text, re.MULTILINE)
     failed = re.findall(r"^\w+, (seed \d+: .*)", text, re.MULTILINE)
@@ -115,7 +115,7 @@ def check_sanitizer(
 
 
 def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
-    """Trials that were made and what was found, from the output of the tool and the child."""
+    """Number of trials and findings, from the output of the tool and the child."""
     if "Device not supported" in text:
         return 0, ["compute-sanitizer does not support this device or virtual machine"]
     summaries = re.findall(r"(?:ERROR SUMMARY: (?=\d+ error)|RACECHECK SUMMARY: (?=\d+ hazard))(\d+)", text)
@@ -144,7 +144,7 @@ def run(
     tick: Callable[[str], object] = lambda name: None,
     limit: float = SECONDS,
 ) -> list[Step]:
-    """Run all steps of an op, in order; `limit` ends a process that takes longer."""
+    """Run all steps of an op, in order; `limit` kills a process that takes longer."""
     trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
     there = sweeps.backends(op, device) if op in sweeps.names() else {}
     beside = device.type == "cuda"
@@ -173,7 +173,7 @@ def run(
 def sanitize(
     op: str, device: torch.device, tools: Sequence[str], trials: int, limit: float, pool: ThreadPoolExecutor
 ) -> list[Step | Future[Step]]:
-    """Start the tools side by side; a tool that cannot run is skipped with the reason."""
+    """Run the tools in parallel; a tool that cannot run is skipped with the reason."""
     there = sweeps.backends(op, device)
     backends = [name for name in sweeps.find(op).SANITIZED if there.get(name) is None]
     sanitizer = child.find("compute-sanitizer")

@@ -1,9 +1,9 @@
-"""Checks that are kept: results/<machine>/check.json, one entry an op, with the revision that was checked.
+"""Saved checks: results/<machine>/check.json, one entry per op, with the revision that was checked.
 
     <!-- kvstrata:check -->
     <!-- /kvstrata:check -->
 
-`on` names the machine. An op that is checked again takes the place of its earlier entry; those of other ops stay.
+`on` names the machine. Checking an op again replaces its earlier entry; entries of other ops stay.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvstrata.tools.render import Grid
 OP = "check"
 OPTIONS = {"on"}
 COMMANDS = {OP: "check OP --save"}
-SANITIZER = "compute-sanitizer, "  # a step's name before that of the tool
+SANITIZER = "compute-sanitizer, "  # prefix of a step's name, before that of the tool
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One part of a check. `errors` is empty where it passed; `skipped` says why it was not done."""
+    """One part of a check. `errors` is empty if it passed; `skipped` is the reason if it was not done."""
 
     name: str
     done: int = 0
@@ -66,7 +66,7 @@ class Checks:
 
 
 def save(checked: Checked, root: Path) -> Path:
-    """Put a check into the file of its machine; ValueError if that is no such file."""
+    """Add a check to the file of its machine; ValueError if that is not such a file."""
     path = root / checked.machine["slug"] / f"{OP}.json"
     kept = [row for row in load(path).rows if row.op != checked.op] if path.exists() else []
     rows = sorted([*kept, checked], key=lambda row: row.op)
@@ -108,7 +108,7 @@ def caption(checks: Checks) -> str:
 
 
 def notes(checks: Checks, skipped: bool = True) -> list[str]:
-    """Errors and, with ``skipped``, why steps were left out."""
+    """Errors and, with ``skipped``, the reasons why steps were skipped."""
     every = [(row, step) for row in checks.rows for step in row.steps]
     failed = [f"{row.op}, {step.name}: {error}" for row, step in every for error in step.errors]
     return failed + [

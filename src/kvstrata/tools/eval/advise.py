@@ -1,9 +1,9 @@
-"""The fewest bytes that keep a model's predictions: sensitivity first, then a search over budgets.
+"""The fewest bytes that preserve a model's predictions: sensitivity first, then a search over budgets.
 
-Sensitivity says whether K or V deserves the wider codes, which picks the tiers: those of the budget where it is K, as
-the defaults are chosen for that, else a list of its own. Then the smallest budget whose KL
-against 16 bit stays below the bound is found by halving the interval, each step decoding the user's text through the
-cache. The answer is a JSON object of `StrataCache` arguments; `StrataCache.from_file` reads it.
+Sensitivity determines whether K or V needs the wider codes, which selects the tiers: the budget's defaults if it is K,
+for which they are chosen, otherwise a separate list. Then the smallest budget whose KL against 16 bit stays below the
+bound is found by bisection; each step decodes the user's text through the cache. The result is a JSON object of
+`StrataCache` arguments, which `StrataCache.from_file` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import contenders
 from .measure import decode
 from .sensitivity import Sensitivity
 
-# By how much more an error in K costs than one in V; None: by the budget.
+# How much more an error in K costs than one in V; None: tiers follow the budget.
 TIERS: dict[str, tuple[str, ...] | None] = {
     "K over V": None,
     "balanced": ("K8V8", "K4V4", "K4V3", "K3V3", "K3V2", "K2V2"),
@@ -32,13 +32,13 @@ TIERS: dict[str, tuple[str, ...] | None] = {
 class Step:
     budget: float
     kl: float
-    fraction: float  # bytes at the end, of 16 bit
+    fraction: float  # bytes at the end, as a fraction of 16 bit
     fits: bool
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``arguments`` is None where no budget keeps the bound."""
+    """``arguments`` is None if no budget stays within the bound."""
 
     family: str
     arguments: dict[str, Any] | None
@@ -65,7 +65,7 @@ def advise(
     **options: Any,
 ) -> Advice:
     """Search between ``low`` and ``high``; ``bound`` is the mean KL in nats, ``options`` are those of a `StrataCache`,
-    plain data."""
+    as plain data."""
     if not bound > 0:
         raise ValueError(f"bound: expected a positive KL in nats, got {bound!r}")
     rows, tokens = ids.shape
@@ -76,7 +76,7 @@ def advise(
     tried: list[Step] = []
 
     def given(budget: float) -> dict[str, Any]:
-        pages = {key: value for key, value in options.items() if key != "calibration"}  # which is for StrataCache
+        pages = {key: value for key, value in options.items() if key != "calibration"}  # only for StrataCache
         return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **pages)), **options}
 
     def measure(budget: float) -> Step:
@@ -85,7 +85,7 @@ def advise(
             cache = contender.make(model.config, rows, tokens)
             scores, _ = decode(model, ids, cache, prompt=prompt, chunk=chunk, exact=exact)
         except (RuntimeError, ValueError) as error:
-            # Below the lowest tier nothing fits; any other failure is one.
+            # Below the lowest tier nothing fits; any other error is a real one.
             if "budget" not in str(error):
                 raise
             return Step(budget, float("inf"), budget, False)

@@ -1,8 +1,8 @@
-"""A StrataCache whose budget is bits of codes, for comparing rules and formats at equal widths.
+"""A StrataCache whose budget is the mean code width, for comparing rules and formats at equal widths.
 
-A budget in bytes charges recent tokens, pages and tables, so at short lengths it leaves older tokens few bits, and more
-later. Here everything between sink and recent tokens gets the same mean width at every length, whatever the rest costs;
-`mean_bits` says what came out of it.
+A byte budget also pays for recent tokens, pages and tables, so at short lengths it leaves older tokens few bits, and
+more later. Here all tokens between sink and recent ones have the same mean width at every length, whatever the rest
+costs; `mean_bits` returns the actual width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstrata.hf import StrataCache
 
 @dataclasses.dataclass(frozen=True)
 class CodeBudget(Budget):
-    """``old_price`` bytes for each token and head beyond sink and recent tokens, which have whole plain pages."""
+    """``old_price`` bytes per token and head beyond sink and recent tokens, which have whole plain pages."""
 
     old_price: float = 0.0
     floor_extra = 0.0  # the width holds at every length
@@ -31,7 +31,7 @@ class CodeBudget(Budget):
     def granted(self, tokens: int) -> int:
         plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
         old = max(tokens - self.kept, 0)
-        # A third of a page per tier: pages are paid whole, and the width is what is asked for here.
+        # A third of a page per tier: pages are charged whole, but here the width is what is specified.
         slack = max(sum(self.page_price[1:]) // 3, self.page_price[-1])
         return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
 
@@ -41,7 +41,7 @@ class CodeBudget(Budget):
 
 
 def code_budget(cache: TieredCache, bits: float, sensitivity: Sequence[float] | None = None) -> CodeBudget:
-    """The budget with which older tokens have ``bits`` per value, K and V averaged, over layers too."""
+    """Budget with which older tokens have ``bits`` per value, averaged over K and V and over layers."""
     given = {f.name: getattr(cache.budget, f.name) for f in dataclasses.fields(Budget)}
     widths = [(f.k_bits + f.v_bits) / 2 for f in cache.formats[1:]]
     if not min(widths) <= bits <= max(widths):
@@ -55,7 +55,7 @@ def code_budget(cache: TieredCache, bits: float, sensitivity: Sequence[float] | 
 
 
 def mean_bits(cache: TieredCache) -> float:
-    """Bits per value of tokens beyond sink and recent ones, codes only; those that are still plain count in full."""
+    """Code bits per value of tokens beyond sink and recent ones; those that are still plain count in full."""
     tokens = cache.memory().tokens
     kept = sum(
         min(cache.length(request, layer), cache.recent_tokens + cache.sink_tokens)
@@ -69,7 +69,7 @@ def mean_bits(cache: TieredCache) -> float:
 
 
 class BitsCache(StrataCache):
-    """``StrataCache(config, ...)`` with ``bits`` in place of a budget; without ``tiers`` those for these bits."""
+    """``StrataCache(config, ...)`` with ``bits`` instead of a budget; without ``tiers`` those for these bits."""
 
     def __init__(self, config: Any, bits: float, **options: Any) -> None:
         given = {"tiers": tiers_for(bits)} | options | {"settle_every": 1}
@@ -77,7 +77,7 @@ class BitsCache(StrataCache):
         self.bits = bits
 
     def _check_budget(self, tiered: TieredCache) -> None:
-        """The fraction is replaced, so it says nothing."""
+        """Nothing to check: the fraction is replaced."""
 
     def build(self, key: torch.Tensor) -> None:
         fresh = self._tiered is None

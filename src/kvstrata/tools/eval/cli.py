@@ -30,7 +30,7 @@ Texts = Annotated[
     list[str] | None,
     typer.Option("--text", help="A text file, or the name of a text that comes with Python; repeatable."),
 ]
-Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, but slow.")]
+Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, but is slow.")]
 LIBRARIES = ("transformers", "numpy")
 
 
@@ -54,16 +54,16 @@ def evaluate(
     calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate: also run with it.")] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens decoded at a time, 32 by default, 64 with --quick; 1 is what a server does."),
+        typer.Option(min=1, help="Tokens decoded at a time: 32, with --quick 64; 1 is what a server does."),
     ] = None,
     settle_every: Annotated[
-        int, typer.Option(min=1, help="Tokens between two settlings; as many more are 16 bit until the next.")
+        int, typer.Option(min=1, help="Tokens between two settlings, which stay at 16 bit until the next one.")
     ] = 1,
     max_tokens: Annotated[
-        int | None, typer.Option(min=64, help="Length that caches have tables and choose tiers for; that of the text.")
+        int | None, typer.Option(min=64, help="Length for tables and the choice of tiers; default: the text's.")
     ] = None,
     stretches: Annotated[
-        int, typer.Option(min=1, help="Stretches of --tokens from each text, decoded as one batch: narrower intervals.")
+        int, typer.Option(min=1, help="Stretches of --tokens from each text, as one batch, for narrower intervals.")
     ] = 1,
     device: ui.Where = ui.Device.auto,
     dtype: ui.Precision = None,
@@ -72,8 +72,8 @@ def evaluate(
         bool,
         typer.Option(help="Also run KIVI-style and transformers' quantised caches; with --bits, simulated rounding."),
     ] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a look, not evidence.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON to write or continue; the plot is written beside it.")] = Path(
+    quick: Annotated[bool, typer.Option("--quick", help="One text, one length: a first look, not evidence.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON to write or continue; the plot is written next to it.")] = Path(
         "quality.json"
     ),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
@@ -81,10 +81,11 @@ def evaluate(
     revision: ui.Revision = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Measure the quality of a compressed cache, beside its peers at the same bytes.
+    """Measure the quality of a compressed cache, and of its peers at the same bytes.
 
     The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
-    agreement against 16 bit, and needles in a haystack. A run that was stopped goes on where it was.
+    agreement with 16 bit, and needles in a haystack. A stopped run continues; rows of another revision are measured
+    again.
 
     Example: kvstrata eval --quick
 
@@ -140,11 +141,11 @@ def evaluate(
         for length in lengths:
             with ui.refusing():
                 ids = models.encode(tokenizer, words, length, stretches).to(where)
-            beside = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
-            wanted = [*widths, *beside] or known.at_budgets(
+            packed_contenders = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
+            wanted = [*widths, *packed_contenders] or known.at_budgets(
                 loaded.config, budgets, policy or ["importance"], lists, length, peers, pages, given
             )
-            prompt = 0 if widths or beside else length // 2  # a width holds at every length
+            prompt = 0 if widths or packed_contenders else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
                 loaded,
@@ -191,11 +192,11 @@ def evaluate(
 def advise(
     model: Model = None,
     text: Texts = None,
-    kl: Annotated[float, typer.Option("--kl", help="Bound of the mean KL against 16 bit, in nats.")] = 0.02,
+    kl: Annotated[float, typer.Option("--kl", help="Upper bound of the mean KL from 16 bit, in nats.")] = 0.02,
     tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
     chunk: Chunk = 64,
     calibration: Annotated[
-        Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then names it.")
+        Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then refers to it.")
     ] = None,
     device: ui.Where = ui.Device.auto,
     dtype: ui.Precision = None,
@@ -204,8 +205,9 @@ def advise(
 ) -> None:
     """Find the formats and the smallest budget that preserve the predictions of your model on your text.
 
-    Measures how much each layer suffers from codes in K and in V, picks the tiers by it, then searches the smallest
-    budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config, file).
+    Measures how much each layer suffers from codes in K and in V, selects the tiers accordingly, then searches for the
+    smallest budget with a KL below the bound. The file holds the arguments of a cache: StrataCache.from_file(config,
+    file).
 
     Example: kvstrata advise --text notes.txt --kl 0.02
 
@@ -268,17 +270,17 @@ def calibrate(
     text: Texts = None,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
     sensitivity: Annotated[
-        bool, typer.Option(help="Also measure what rounding K or V of each layer costs: two forwards a layer.")
+        bool, typer.Option(help="Also measure what rounding K or V of each layer costs: two forwards per layer.")
     ] = False,
     device: ui.Where = ui.Device.auto,
     dtype: ui.Precision = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.safetensors"),
     as_json: ui.AsJson = False,
 ) -> None:
-    """Find the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
+    """Compute the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
 
-    One forward over some text. A cache with the file does not estimate them from each prompt: equal rows that come
-    through the same tiers then have equal codes, whatever else a request or a batch holds.
+    Runs one forward over some text. A cache with the file does not estimate them from each prompt: equal rows that
+    pass through the same tiers then have equal codes, whatever else a request or a batch holds.
 
     Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
 
@@ -337,10 +339,10 @@ def drift(
     revision: ui.Revision = None,
     as_json: ui.AsJson = False,
 ) -> None:
-    """Decode a long synthetic text whose attention moves, and compare the error of its quarters.
+    """Decode a long synthetic text with shifting attention, and compare the error of its quarters.
 
-    Tokens are never promoted, so what is demoted today and asked for tomorrow stays as it is: the error of attention
-    against the exact one, the bytes and the shares of tiers say whether that adds up. Needs no model.
+    Tokens are never promoted, so a token that is demoted now and attended to later stays demoted. The error relative to
+    exact attention, the bytes and the shares of tiers show whether that adds up. Needs no model.
 
     Example: kvstrata drift --steps 2000
 
@@ -378,7 +380,7 @@ def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, 
 
 
 def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
-    """Check arguments before a model is loaded; ValueError names the one that no cache would accept."""
+    """Check arguments before a model is loaded; ValueError names one that no cache would accept."""
     from kvstrata.cache import TieredCache
     from kvstrata.cache.policy.budget import check_budget
 

@@ -1,7 +1,7 @@
-"""The caches that stand in one table: ours, and its peers, each with the bytes that it really holds.
+"""The caches of one table: ours and its peers, each with the bytes that it actually holds.
 
-Bytes are those of the tensors that a cache keeps after the text. A float32 model is only the way to compute on a CPU,
-so tensors that hold rows in its precision count as 16 bit, for every contender alike.
+Bytes are those of the tensors that a cache keeps after the text. A float32 model is only a way to compute on a CPU,
+so for every contender, tensors of rows in its precision count as 16 bit.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def exact() -> Contender:
 
 
 def fitting(room: int = 1) -> dict[str, Any]:
-    """Options of a cache for some thousand tokens: sink tokens, few recent tokens and ``room`` more fill small pages.
+    """Options of a cache for a few thousand tokens: sink tokens, few recent tokens and ``room`` more fill small pages.
 
-    Texts are decoded in chunks, which settle one by one and need no room; who decodes token by token wants some.
+    Texts are decoded in chunks, each of which settles and needs no room; decoding token by token needs some.
     """
     return dict(recent_tokens=16 + -(room + 4) % 16, sink_tokens=4, page_tokens=16, settle_every=room)
 
 
 def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
-    """The tiers that `StrataCache` takes for this fraction of 16 bit when none are named."""
+    """The default tiers of `StrataCache` for this fraction of 16 bit."""
     given = {"max_tokens": tokens} | fitting() | options
     cache = TieredCache(*sizes_of(config), budget=budget, dtype=torch.float16, **given)
     return [f.name for f in cache.formats[1:]]
@@ -76,7 +76,7 @@ def strata(
     calibration: Calibration | str | None = None,
     **options: Any,
 ) -> Contender:
-    """`StrataCache` at a fraction of 16 bit, with a calibration, or the file of one, or without."""
+    """`StrataCache` at a fraction of 16 bit, with or without a calibration or its file."""
     if isinstance(calibration, str):
         calibration = Calibration.load(calibration)
 
@@ -88,17 +88,17 @@ def strata(
 
 
 def counted(cache: Any) -> int:
-    """Bytes that the layers of a cache count themselves."""
+    """Bytes that the layers of a cache report."""
     return sum(layer.nbytes for layer in cache.layers)
 
 
 def total(cache: Any) -> int:
-    """Bytes that a `StrataCache` says it holds."""
+    """Bytes that a `StrataCache` reports."""
     return cache.memory().total
 
 
 def _said(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
-    """Options as they are kept in results: of a calibration, whether it has sensitivities of layers."""
+    """Options as saved in results: for a calibration, whether it has sensitivities of layers."""
     if calibration is None:
         return options
     return options | {"calibration": "sensitivity" if calibration.sensitivity else "balance and centres"}
@@ -120,8 +120,8 @@ def bits(
 
 
 def at_bits(width: float, simulated: bool = False, calibration: Calibration | None = None) -> list[Contender]:
-    """Older tokens at this mean width of codes: tiers by importance, also with the calibration if there is one, and
-    every single format that has it; with ``simulated`` also as `rounding` has it, without a packed byte."""
+    """Older tokens at this mean code width: tiers by importance, also with the calibration if there is one, and every
+    single format of that width; with ``simulated`` also as `rounding` does it, without packed bytes."""
     whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
     lists = {"tiers": list(tiers_for(width)), **whole_pages}
     contenders = [] if calibration is None else [bits(width, "tiers, calibrated", "variant", calibration, **lists)]
@@ -134,7 +134,7 @@ def at_bits(width: float, simulated: bool = False, calibration: Calibration | No
             contenders.append(bits(width, f"uniform {name}", "variant", policy="uniform", tiers=[name], **whole_pages))
             if simulated:
                 contenders.append(_rounded(width, name, *own))
-    ends = width in (2, 4)  # where tiers are one format
+    ends = width in (2, 4)  # there tiers are one format
     return [one for one in contenders if not (ends and one.name.startswith("tiers"))]
 
 
@@ -155,7 +155,7 @@ KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits 
 def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
     """KIVI-style caches with the most bits that fit the budget at this length, K before V.
 
-    Groups of 32, and of 64 where these afford wider codes: neither is always the better one.
+    Groups of 32, and of 64 if these allow wider codes: neither is always better.
     """
     dim = sizes_of(config)[2]
     contenders: list[Contender] = []
@@ -182,7 +182,7 @@ def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
 
 
 def quantized(backend: str, bits: int) -> Contender:
-    """transformers' `QuantizedCache`, as it comes but for a residual as short as our recent tokens."""
+    """transformers' `QuantizedCache` with its defaults, except for a residual as short as our recent tokens."""
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         axis = dict(axis_key=0, axis_value=0) if backend == "quanto" else dict(axis_key=1, axis_value=1)
@@ -225,9 +225,9 @@ def at_budgets(
     pages: dict[str, Any],
     calibration: Calibration | None = None,
 ) -> list[Contender]:
-    """`StrataCache` at every budget, policy and list of tiers, none given: the default one; and peers.
+    """`StrataCache` at every budget, policy and list of tiers (default: the budget's own); and peers.
 
-    With a calibration, every one of them stands beside itself with it.
+    With a calibration, each of them runs without and with it.
     """
     wanted = []
     choices: list[list[str] | None] = [*tiers] or [None]

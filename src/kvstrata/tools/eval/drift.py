@@ -1,14 +1,14 @@
-"""A long decode whose attention moves: does the error of a tiered cache grow, as tokens are never promoted?
+"""A long decode with shifting attention: does the error of a tiered cache grow, since tokens are never promoted?
 
 Tokens belong to subjects on a ring. Each KV head has a direction for every subject: K of a token lies along that of
-its subject, at a distance of its own, plus noise; V has a mean for every subject. Queries ask for a few neighbouring
-subjects, which move around the ring `turns` times, so that all of a text is asked for again after it has been demoted:
+its subject, at its own distance, plus noise; V has a mean for every subject. Queries attend to a few neighbouring
+subjects, which move around the ring `turns` times, so that all of a text is attended to again after it was demoted:
 
     step 0                                    a turn later
     subjects  [#][#][#][ ][ ][ ][ ][ ]   ->   [ ][ ][#][#][#][ ][ ][ ]   ->  ...  ->  [#][#][#][ ][ ] ...
 
 Every step appends a token, attends to all, and reports its mass; the output is compared with exact attention, and the
-bytes with the budget. Quarters of the run contain whole turns, so they ask for the same subjects.
+bytes with the budget. Quarters of the run contain whole turns, so their queries attend to the same subjects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstrata.tools import results
 from kvstrata.tools.render import Grid
 
 OP = "drift"
-OPTIONS = {"on"}  # of a block in a document
+OPTIONS = {"on"}  # options of a block in a document
 COMMANDS = {OP: "drift --save"}
 QUARTERS = 4
 CHOICES = {
@@ -49,10 +49,10 @@ class Setting:
     policy: str = "importance"
     importance: str = "mean"
     kv_heads: int = 2
-    group: int = 2  # query heads of a KV head
+    group: int = 2  # query heads per KV head
     head_dim: int = 64
     subjects: int = 16
-    asked: int = 3  # subjects at a time
+    asked: int = 3  # subjects attended to at a time
     turns: int = 8
     report_every: int = 4
     seed: int = 0
@@ -76,11 +76,11 @@ class Row:
     """One run. Lists have an entry for each quarter; ``tiers`` are shares of tokens at its end."""
 
     setting: dict[str, Any]
-    error: list[float]  # of the output, relative, mean
+    error: list[float]  # mean relative error of the output
     highest: list[float]  # 95th percentile
-    fraction: list[float]  # bytes at the end of 16 bit
+    fraction: list[float]  # bytes at the end, as a fraction of 16 bit
     tiers: list[dict[str, float]]
-    within: bool  # the budget held at every step
+    within: bool  # True if the budget held at every step
 
     @property
     def name(self) -> str:
@@ -115,12 +115,12 @@ class Text:
         return int(torch.randint(below, (), generator=self.random))
 
     def _asked(self, step: int) -> int:
-        """A random subject among those asked for at this step."""
+        """A random subject among those attended to at this step."""
         s = self.setting
         return (step * s.turns * s.subjects // s.steps + self._pick(s.asked)) % s.subjects
 
     def _subject(self, token: int) -> int:
-        """Subject of a token; every second token is about one that is asked for."""
+        """Subject of a token; every second token is about one that is attended to."""
         step = token - self.setting.prompt
         return self._asked(step) if step >= 0 and token % 2 else self._pick(self.setting.subjects)
 
@@ -140,7 +140,7 @@ class Text:
 
 
 def make_cache(setting: Setting) -> TieredCache:
-    """Small pages and few recent tokens, so that a fraction overtakes its floor early."""
+    """Cache with small pages and few recent tokens, so that a fraction overtakes its floor early."""
     page_tokens, tokens = 16, setting.prompt + setting.steps
     return TieredCache(
         1,
@@ -150,7 +150,7 @@ def make_cache(setting: Setting) -> TieredCache:
         recent_tokens=16,
         sink_tokens=4,
         page_tokens=page_tokens,
-        settle_every=28,  # with sink and recent tokens three pages
+        settle_every=28,  # three pages together with sink and recent tokens
         max_tokens=tokens,
         policy=setting.policy,
         importance=setting.importance,
@@ -160,7 +160,7 @@ def make_cache(setting: Setting) -> TieredCache:
 
 
 def steps(setting: Setting) -> Iterator[tuple[TieredCache, int, float | None]]:
-    """The cache after each step, with the relative error of the output where it was measured."""
+    """The cache after each step, with the relative error of the output if it was measured."""
     text, cache = Text(setting), make_cache(setting)
     cache.append(0, text.k[: setting.prompt], text.v[: setting.prompt])
     for step in range(setting.steps):

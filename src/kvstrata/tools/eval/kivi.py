@@ -1,9 +1,9 @@
-"""A KIVI-style cache as a baseline of our own: K by channel, V by token, packed, with a 16-bit residual.
+"""A KIVI-style cache as our own baseline: K by channel, V by token, packed, with a 16-bit residual.
 
 K is quantised in blocks of ``group`` tokens, each channel of a block with its own scale and zero; V by token, ``group``
 channels together. Codes are asymmetric (min-max), 2, 3, 4 or 8 bits, packed without padding; scales and zeros are
 fp16. The last ``residual`` tokens, and those that do not fill a block yet, stay at 16 bit. After the scheme of Liu et
-al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", written anew here.
+al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"; independent implementation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KiviLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of K and V, old tokens dequantised; then full blocks beyond the residual are quantised."""
+        """Return all of K and V with old tokens dequantised, then quantise full blocks beyond the residual."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         recent_k, recent_v = (
@@ -75,7 +75,7 @@ class KiviLayer(DynamicLayer):
         old = [self._read(*pair) for pair in self.blocks]
         k = torch.cat([*(pair[0].to(key_states.dtype) for pair in old), recent_k.to(key_states.dtype)], -2)
         v = torch.cat([*(pair[1].to(key_states.dtype) for pair in old), recent_v.to(key_states.dtype)], -2)
-        # What came now is seen exactly by its own chunk.
+        # A chunk sees its own tokens exactly.
         k[..., -key_states.shape[-2] :, :], v[..., -key_states.shape[-2] :, :] = key_states, value_states
         move = max(recent_k.shape[-2] - self.residual, 0) // self.group * self.group
         if move:

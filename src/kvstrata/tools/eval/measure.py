@@ -1,10 +1,10 @@
-"""Perplexity by decoding through a cache, and how far its predictions are from the exact ones.
+"""Perplexity from decoding through a cache, and how far its predictions are from the exact ones.
 
-    prompt tokens ──one forward──▶ the cache settles ──▶ chunk ──▶ chunk ──▶ ..      each chunk attends to the cache as
-                                                         └─ predicts ─┘              it is, then goes into it
+    prompt tokens ──one forward──▶ the cache settles ──▶ chunk ──▶ chunk ──▶ ..      each chunk attends to the cache
+                                                         as └─ predicts ─┘              it is, then is appended
 
-A chunk of one token is decoding as a server does it. Longer chunks see their own tokens exactly, like a recent window
-that is longer by up to a chunk, and are many times faster; with a chunk of `settle_every` tokens both settle alike.
+A chunk of one token is decoding as in a server. Longer chunks see their own tokens exactly, as if up to a chunk
+more tokens were recent, and are many times faster; with a chunk of `settle_every` tokens both settle alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scores:
     nll: list[list[float]]
     kl: list[list[float]]
     agree: list[list[int]]
-    count: list[int]  # predictions of each chunk
+    count: list[int]  # number of predictions in each chunk
 
 
 def spans(tokens: int, prompt: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -53,8 +53,8 @@ def decode(
 ) -> tuple[Scores, Exact | None]:
     """Run ``ids [rows, tokens]`` through the model with a transformers cache; predictions after the prompt count.
 
-    ``exact`` is what KL and agreement are taken against; with ``keep`` this run's own is returned. ``after`` is called
-    with the number of tokens done.
+    KL and agreement are relative to ``exact``; with ``keep`` this run's own predictions are returned. ``after`` is
+    called with the number of tokens done.
     """
     rows, tokens = ids.shape
     if not 0 <= prompt < tokens:
@@ -72,7 +72,7 @@ def decode(
         if only_last:
             edge = own
             continue
-        # The prediction of a chunk's first token was made by the one before it.
+        # The first token of a chunk is predicted by the previous chunk.
         predictions = own[:, :-1] if edge is None else torch.cat([edge, own[:, :-1]], 1)
         edge = own[:, -1:]
         targets = ids[:, end - predictions.shape[1] : end]

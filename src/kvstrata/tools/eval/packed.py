@@ -1,7 +1,7 @@
-"""One width with a 16-bit tail as an engine would hold it: packed pages, through the bytes of `store_packed`.
+"""One format with a 16-bit tail, as an engine would hold it: packed pages, through the bytes of `store_packed`.
 
-A chunk sees its own tokens exactly and older ones as they are stored. With chunks of ``page_tokens`` tokens that begin
-at page edges, every token therefore sees what decoding token by token with a tail of one page shows it.
+A chunk sees its own tokens exactly and older ones as stored. With chunks of ``page_tokens`` tokens that begin at page
+edges, every token therefore sees the same as when decoding token by token with a tail of one page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .contenders import Contender, counted, sizes_of, strata
 
 
 class PackedLayer(DynamicLayer):
-    """``pages`` holds full pages of all rows, ``tail`` and ``sinks`` rows of 16 bit; nothing else is kept."""
+    """``pages`` holds full pages of all rows, ``tail`` and ``sinks`` 16-bit rows; nothing else is kept."""
 
     is_croppable = False
 
@@ -48,7 +48,7 @@ class PackedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of K and V ``[rows, heads, tokens, D]``, old tokens as they are stored; then the new ones are stored."""
+        """Return all of K and V ``[rows, heads, tokens, D]``, old tokens as stored; then store the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self._read()
@@ -99,7 +99,7 @@ class PackedLayer(DynamicLayer):
 
 
 def check_packed(name: str) -> None:
-    """ValueError for a name that is no quantised format."""
+    """Raise ValueError for a name that is not a quantised format."""
     try:
         plain = Format.parse(name, 64).plain
     except ValueError as error:
@@ -111,7 +111,7 @@ def check_packed(name: str) -> None:
 def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | None) -> list[Contender]:
     """Packed pages of one format, and tiers under a budget of as many bytes, with the same calibration.
 
-    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 behind those.
+    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those.
     """
     ours = packed(name, calibration=calibration)
     dim = sizes_of(config)[2]
@@ -124,7 +124,7 @@ def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | Non
 
 
 def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: Calibration | None = None) -> Contender:
-    """One format in packed pages with a tail, and sink tokens; ``calibration`` is of the model, never of the text."""
+    """One format in packed pages with a tail and sink tokens; ``calibration`` is of the model, never of the text."""
     options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibration is not None)
 
     def make(config: Any, rows: int, tokens: int) -> Any:

@@ -34,7 +34,7 @@ def plot(quality: Quality, path: Target) -> Target:
     ours_first = sorted(
         {family(row) for row in quality.rows if row.kind != "exact"}, key=lambda name: (name != "kvstrata", name)
     )
-    colours = {name: f"C{i}" for i, name in enumerate(ours_first)}  # the same in every panel
+    colours = {name: f"C{i}" for i, name in enumerate(ours_first)}  # same colours in every panel
     with panels(path, len(sizes), 5.5) as (_, every):
         for axes, (*_, length) in zip(every, sizes, strict=True):
             lines: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
@@ -52,6 +52,6 @@ def plot(quality: Quality, path: Target) -> Target:
                 xlabel="bytes of 16 bit, everything counted", ylabel="perplexity lost, %", title=f"{length} tokens"
             )
             axes.grid(alpha=0.3)
-            if axes.get_legend_handles_labels()[0]:  # none where only 16 bit was measured
+            if axes.get_legend_handles_labels()[0]:  # empty if only 16 bit was measured
                 axes.legend(fontsize=8, loc="best")
     return path

@@ -1,4 +1,4 @@
-"""The table of quality: every contender over the same texts, kept after each, so that a stopped run goes on."""
+"""The quality table: every contender over the same texts, saved after each, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def run(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> measure.Exact | None:
-    """Measure the missing rows; ``after`` is called after each, ``tick`` during it. Returns the exact predictions."""
+    """Measure rows that are missing or of another revision; returns the exact predictions.
+
+    ``after`` is called after each row, ``tick`` while it is measured.
+    """
     rows, tokens = ids.shape
     if rows % len(into.texts):
         raise ValueError(f"ids: expected as many rows of each of {len(into.texts)} texts, got {rows}")
@@ -35,11 +38,17 @@ def run(
     def add(contender: Contender, scores: measure.Scores, size: int, tiers: dict[str, int]) -> None:
         name, kind, budget, options = contender.name, contender.kind, contender.budget, plain(contender.options)
         sums = (scores.nll, scores.kl, scores.agree, scores.count)
-        into.rows.append(Row(name, kind, tokens, prompt, chunk, budget, options, size, whole, *sums, tiers, setting[3]))
+        row = Row(name, kind, tokens, prompt, chunk, budget, options, size, whole, *sums, tiers, setting[3])
+        row.measured = into.provenance
+        into.keep(row)
         after()
 
-    missing = [c for c in wanted if into.row(c, setting) is None]
-    if exact is None and (missing or into.row(first, setting) is None):
+    def is_missing(contender: Contender) -> bool:
+        row = into.row(contender, setting)
+        return row is None or not into.is_current(row)
+
+    missing = [contender for contender in wanted if is_missing(contender)]
+    if exact is None and (missing or is_missing(first)):
         scores, exact = measure.decode(
             model,
             ids,
@@ -49,7 +58,7 @@ def run(
             keep=True,
             after=lambda n: tick(first.name, n),
         )
-        if into.row(first, setting) is None:
+        if is_missing(first):
             add(first, scores, whole, {})
     for contender in missing:
         try:
@@ -63,10 +72,11 @@ def run(
                 exact=exact,
                 after=lambda n, c=contender: tick(c.name, n),  # type: ignore[misc]
             )
-        except Exception as error:  # a peer's own bug is one more thing to know about it
+        except Exception as error:  # a peer's own bug is reported in the table
             if contender.kind != "peer":
                 raise
-            into.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            if into.row(contender, setting) is None:
+                into.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
         into.absent.pop(contender.name, None)
@@ -87,12 +97,13 @@ def run_needles(
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> None:
-    """Measure the missing needles of every contender, length and depth."""
+    """Measure the needles of every contender, length and depth that are missing or of another revision."""
     for contender in [known.exact(), *wanted]:
         for tokens in lengths:
             for depth in depths:
                 key = (contender.name, contender.budget, tokens, depth)
-                if any((n.name, n.budget, n.tokens, n.depth) == key for n in into.needles):
+                old = [n for n in into.needles if (n.name, n.budget, n.tokens, n.depth) == key]
+                if any(map(into.is_current, old)):
                     continue
                 hits, logprob = 0, 0.0
                 for seed in range(asked):
@@ -100,7 +111,7 @@ def run_needles(
                     cache = contender.make(model.config, 1, tokens + 64)
                     hit, own = needle.ask(model, given, cache)
                     hits, logprob = hits + hit, logprob + own / asked
-                name, kind = contender.name, contender.kind
-                into.needles.append(Needle(name, kind, contender.budget, tokens, depth, hits, asked, logprob))
+                found = (contender.name, contender.kind, contender.budget, tokens, depth, hits, asked, logprob)
+                into.needles = [n for n in into.needles if n not in old] + [Needle(*found, into.provenance)]
                 tick(contender.name, tokens)
                 after()

@@ -4,19 +4,19 @@
     <!-- /kvstrata:quality -->
 
 `table` is `budgets` (every contender at one length, by bytes), `needles`, `pairs` (tiers against one format of the same
-width: the difference of `what`, which is `kl` or `nll`, times 1,000) or `packed` (the same for packed bytes against
-simulated rounding); `tokens`, `prompt`, `stretches`, `names` (globs) and `kinds` choose rows.
+width: the difference of `what`, which is `kl` or `nll`, times 1,000) or `packed` (that difference for packed bytes
+against simulated rounding); `tokens`, `prompt`, `stretches`, `names` (globs) and `kinds` select rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 
 from kvstrata.tools.render import Grid
 from kvstrata.tools.results import provenance
 
-from .results import OP, Quality, Row, load
+from .results import OP, Needle, Quality, Row, load
 
 __all__ = ["COMMANDS", "OPTIONS", "budgets", "caption", "load", "needles", "table"]
 
@@ -119,10 +119,16 @@ def _differences(
 TABLES = {"budgets": budgets, "needles": needles, "pairs": pairs, "packed": packed}
 
 
-def caption(quality: Quality) -> str:
+def caption(quality: Quality, shown: Sequence[Row | Needle] = ()) -> str:
+    """Caption of a table: model, machine, revisions and dates of the ``shown`` rows, peers that could not run."""
     machine = quality.machine
+    measured = [row.measured or provenance(machine) for row in shown] or [provenance(machine)]
+    dates = {one.rpartition(", ")[2] for one in measured}
+    revisions = list(dict.fromkeys(one.rpartition(", ")[0].removeprefix("revision ") for one in measured))
+    what = "revision" if len(revisions) == 1 else "revisions"
+    when = " to ".join(sorted({min(dates), max(dates)}))
     away = "".join(f"; {name} absent: {why}" for name, why in quality.absent.items())
-    return f"quality of {quality.model} on {machine['name']}, {provenance(machine)}{away}"
+    return f"quality of {quality.model} on {machine['name']}, {what} {', '.join(revisions)}, {when}{away}"
 
 
 def table(quality: Quality, options: dict[str, str]) -> Grid:
@@ -132,4 +138,5 @@ def table(quality: Quality, options: dict[str, str]) -> Grid:
     chosen = options.get("table", "budgets")
     if chosen not in TABLES:
         raise ValueError(f"table {chosen!r}: expected one of {', '.join(TABLES)}")
-    return Grid(caption(quality), *TABLES[chosen](quality, options), names=2)
+    shown = quality.needles if chosen == "needles" else _chosen(quality, options)
+    return Grid(caption(quality, shown), *TABLES[chosen](quality, options), names=2)

@@ -1,8 +1,8 @@
 """Results of a quality measurement: rows as JSON, one line each, under results/<machine>/quality.json.
 
-A row is one contender at one length: bytes after the text, perplexity and loss against 16 bit per text, KL and top-1
-agreement. Sums per chunk are kept, so that an interval can be taken over chunks: both caches read the same chunks,
-the difference of their log-likelihoods is resampled.
+A row is one contender at one length: bytes after the text, perplexity and loss relative to 16 bit per text, KL and
+top-1 agreement. Sums per chunk are kept for intervals over chunks: both caches read the same chunks, and the difference
+of their log-likelihoods is resampled.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Row:
     count: list[int]
     tiers: dict[str, int] = field(default_factory=dict)
     stretches: int = 1  # of each text
+    measured: str = ""  # revision and date
 
     @property
     def setting(self) -> tuple[int, int, int, int]:
@@ -49,7 +50,7 @@ class Row:
 
     @property
     def length(self) -> str:
-        """Tokens, prompt and stretches of a row in words."""
+        """Tokens, prompt and stretches of a row as text."""
         one = f"{self.tokens - self.prompt} after {self.prompt}" if self.prompt else f"{self.tokens}"
         return one if self.stretches == 1 else f"{self.stretches} x {one}"
 
@@ -72,13 +73,13 @@ class Row:
         return sum(map(sum, self.agree)) / (len(self.agree) * sum(self.count)) if self.agree[0] else 1.0
 
     def loss(self, exact: Row) -> tuple[float, float, float]:
-        """Relative rise of perplexity over all texts, and its 95 % interval over chunks."""
+        """Relative increase of perplexity over all texts, and its 95 % interval over chunks."""
         mean, low, high = self.above(exact, "nll")
         return math.expm1(mean), math.expm1(low), math.expm1(high)
 
     def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
-        """Mean difference of ``nll`` or ``kl`` a token, of one text or all, and its 95 % interval over chunks (seeded
-        bootstrap); both rows have read the same ones."""
+        """Mean difference of ``nll`` or ``kl`` per token, of one text or all, and its 95 % interval over chunks (seeded
+        bootstrap); both rows must have read the same chunks."""
         rows = slice(None) if text is None else self._of(text)
         difference = np.asarray(getattr(self, what)[rows]) - np.asarray(getattr(other, what)[rows])  # [stretch, chunk]
         counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
@@ -99,6 +100,7 @@ class Needle:
     found: int
     asked: int
     logprob: float  # of the answer, mean
+    measured: str = ""  # revision and date
 
 
 @dataclass
@@ -109,10 +111,28 @@ class Quality:
     absent: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     needles: list[Needle] = field(default_factory=list)
-    op: str = OP  # the file's name: `quality`, or `quality_` and more for other texts on the same machine
+    op: str = OP  # name of the file: `quality`, or `quality_` and a suffix for other texts on the same machine
+
+    @property
+    def provenance(self) -> str:
+        """Revision and date of this run."""
+        return results.provenance(self.machine) if self.machine else ""
+
+    def is_current(self, result: Row | Needle) -> bool:
+        """True if the result is of this run's revision: a stopped run keeps it, a later revision measures it again."""
+        return result.measured.partition(",")[0] == self.provenance.partition(",")[0]
+
+    def keep(self, row: Row) -> None:
+        """Add a row, in place of an older one of the same cache and setting."""
+        key = (row.name, row.setting, row.budget, row.options)
+        for i, old in enumerate(self.rows):
+            if (old.name, old.setting, old.budget, old.options) == key:
+                self.rows[i] = row
+                return
+        self.rows.append(row)
 
     def note_absent(self, why: dict[str, str]) -> None:
-        """Peers that cannot run now, unless they have rows from another time."""
+        """Record peers that cannot run now, unless they have rows from an earlier run."""
         there = [f"{row.name} " for row in self.rows]
         self.absent |= {n: reason for n, reason in why.items() if not any(row.startswith(f"{n} ") for row in there)}
 
@@ -132,7 +152,7 @@ class Quality:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what JSON would give back."""
+    """Convert a value to what JSON would return."""
     return json.loads(json.dumps(value))
 
 

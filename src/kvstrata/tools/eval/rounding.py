@@ -1,9 +1,9 @@
-"""Rounding simulated in floats, to tell what a format costs from what packing, pages and settling add to it.
+"""Rounding simulated in floats, to separate the cost of a format from that of packing, pages and settling.
 
-All rows stay exact. What a chunk sees of those between sink and recent tokens is rounded anew each time: K less its
-mean over all tokens so far, rotated, mid-rise levels of the step that is best for a Gaussian, and the scale that fits
-these levels best, times the gains of pages. Scales are exact. With the mean of all tokens it knows more than a cache
-can, whose centre is fixed when the first of them are quantised.
+All rows stay exact. Rows between sink and recent tokens are rounded whenever a chunk reads them: K minus its mean over
+all tokens so far, rotated, mid-rise levels with the optimal step for a Gaussian, and the scale that fits these levels
+best, times the gains of pages. Scales are exact. With the mean of all tokens it knows more than a cache, whose centre
+is fixed when the first tokens are quantised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALE_BYTES = 4  # two fp16 scales per token and KV head
 
 
 def round_rows(x: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
-    """Rows ``[..., tokens, D]`` as they come back from ``bits`` bits a value, rotated for it; longer by ``gain``."""
+    """Rows ``[..., tokens, D]`` after rounding to ``bits`` bits per value in the rotated space, times ``gain``."""
     x = rotate(x.float())
     step = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-8) * GAUSSIAN_STEP[bits]
     half = (2**bits - 1) / 2
@@ -31,7 +31,7 @@ def round_rows(x: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
 
 
 class RoundedLayer(DynamicLayer):
-    """``keys`` and ``values`` are exact; what is handed out is not."""
+    """``keys`` and ``values`` are exact; what attention gets is rounded."""
 
     is_croppable = False
 

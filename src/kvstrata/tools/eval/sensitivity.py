@@ -1,8 +1,8 @@
 """Sensitivity of each layer, and of K against V, to quantisation.
 
-One side of one layer at a time goes through the codes of a width, all others stay exact; the KL of the predictions is
-that side's sensitivity. The rows are quantised as pages hold them: K balanced and centred by a calibration, both
-rotated, scales with their gains.
+One side of one layer at a time is rounded to codes of a width, all others stay exact; the KL of the predictions is
+that side's sensitivity. Rows are quantised as in pages: K balanced and centred by a calibration, both rotated, scales
+with their gains.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Sensitivity:
 
 
 def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibration | None = None) -> torch.Tensor:
-    """``x [rows, heads, n, D]`` through codes; the first tokens stay as they are. K without a calibration has its mean
-    as centre and no balance."""
+    """``x [rows, heads, n, D]`` rounded to codes; the first tokens stay as they are. Without a calibration, K's centre
+    is its mean, and there is no balance."""
     balance = centre = None
     if is_k:
         balance, centre = (None, None) if calibration is None else (calibration.balance, calibration.centre)
@@ -60,7 +60,7 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibra
 
 
 class RoundedLayer(DynamicLayer):
-    """Layer that hands K or V to attention rounded, and keeps both exact."""
+    """Layer that passes K or V rounded to attention, and keeps both exact."""
 
     def __init__(self, side: str, bits: int, calibration: LayerCalibration | None) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """One forward per layer and side over ``ids [rows, tokens]``.
 
-    Without a calibration one is made from ``ids``, if these are enough tokens. One that does not have a layer for each
-    full-attention layer of the model is not used: which layer is which is unknown then.
+    Without a calibration one is computed from ``ids``, if these are enough tokens. A calibration that does not have a
+    layer for each full-attention layer of the model is not used, since its layers cannot be identified.
     """
     tokens = ids.shape[1]
     if calibration is None and tokens >= ENOUGH:
@@ -108,7 +108,7 @@ def measure_sensitivity(
     by_side: dict[str, list[float]] = {"k": [], "v": []}
     for side, values in by_side.items():
         for place in range(len(layers)):
-            compressed = place in places  # else a layer that a StrataCache does not compress
+            compressed = place in places  # otherwise a layer that a StrataCache does not compress
             values.append(rounded(place, side) if compressed else 0.0)
             tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
     return Sensitivity(bits, by_side["k"], by_side["v"])

@@ -1,6 +1,6 @@
-"""Texts that every Python brings along, so that a default measurement needs no download and no licence of its own.
+"""Texts that come with every Python, so that a default measurement needs no download and no extra licence.
 
-The first three are the ones that rules were chosen on; the others were held out from that.
+Rules were chosen on the first three; the others were held out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def text(name: str) -> str:
 
 
 def _prose() -> str:
-    """Docstrings: English with little code. First those of modules, then the longer ones inside of others."""
+    """Docstrings: English with little code. First those of modules, then the longer ones inside other modules."""
     modules = "statistics unittest argparse random doctest difflib optparse"
     inside = "threading subprocess shutil smtplib os statistics logging/__init__ textwrap unittest/case unittest/mock"
     inside += " optparse tarfile codecs contextlib tempfile"
@@ -46,7 +46,7 @@ def _docstrings(name: str) -> list[str]:
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:
-    """Texts by name; what is no known name is a file."""
+    """Texts by name; anything that is not a known name is a file."""
     by_name = {}
     for item in names_or_paths:
         if item in DEFAULT + HELD_OUT:

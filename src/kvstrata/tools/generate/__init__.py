@@ -1,1 +1,1 @@
-"""Text of a real model over a compressed cache, beside the 16-bit one."""
+"""Text of a real model over a compressed cache, and over the 16-bit one."""

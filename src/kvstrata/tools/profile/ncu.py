@@ -1,7 +1,7 @@
-"""Nsight Compute as a function: the command, what its failures mean, and its CSV as numbers.
+"""Nsight Compute as a function: the command, an explanation of its failures, and its CSV as numbers.
 
-``ncu --csv --page raw`` prints one wide table: names of metrics, their units, then one line a launch. What is asked for
-are sections, whose metrics ncu itself chooses by the GPU, and a few metrics that no section has on every GPU.
+``ncu --csv --page raw`` prints one wide table: names of metrics, their units, then one line per launch. It is asked for
+sections, whose metrics ncu itself chooses by GPU, and a few metrics that no section has on every GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Quantity:
-    """One figure of a profile: its title and unit, and the metrics it is read from, the first that is there."""
+    """One quantity of a profile: its title and unit, and the metrics it is read from; the first one present is used."""
 
     title: str
     unit: str  # "%": of a peak or of all; changes are in percentage points
@@ -38,7 +38,7 @@ class Quantity:
     digits: int = 1
 
 
-ACTIVE, ELAPSED = (f".avg.pct_of_peak_sustained_{when}" for when in ("active", "elapsed"))  # of metrics in percent
+ACTIVE, ELAPSED = (f".avg.pct_of_peak_sustained_{when}" for when in ("active", "elapsed"))  # metrics in percent
 QUANTITIES = {
     "us": Quantity("time", "us", ("gpu__time_duration.sum", "gpu__time_duration.avg"), 2),
     "l2_hit": Quantity("L2 hits", "%", ("lts__t_sector_hit_rate.pct",)),
@@ -55,16 +55,16 @@ QUANTITIES = {
     "shared": Quantity("shared", "KB", ("launch__shared_mem_per_block",)),
     "conflicts": Quantity("bank conflicts", "", ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",), 0),
 }
-# Asked for by name; the others are in every GPU's sections.
+# Requested by name; the others are in every GPU's sections.
 ASKED = tuple(q.metrics[0] for name, q in QUANTITIES.items() if name not in ("l1_hit", "registers", "shared"))
 STALL = re.compile(r"issue_stalled_(\w+?)_per_(?:issue_active\.ratio|warp_active\.pct)$")
-# What a unit of ncu's is worth in the base unit: us, bytes, or the number itself.
+# Factors from ncu's units to the base unit: us, bytes, or the number itself.
 SCALES = {
     "ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6,
     "byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12,
     "byte/block": 1.0, "kbyte/block": 1e3, "mbyte/block": 1e6,
 }  # fmt: skip
-UNITS = {"MB": 1e-6, "KB": 1e-3}  # of ours, from bytes
+UNITS = {"MB": 1e-6, "KB": 1e-3}  # from bytes to our units
 
 
 class NcuError(RuntimeError):
@@ -73,7 +73,7 @@ class NcuError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: `values` by the names of QUANTITIES (those that ncu gave), `stalls` in percent, most first."""
+    """One launch: `values` by the names of QUANTITIES (those that ncu returned), `stalls` in percent, most first."""
 
     name: str
     grid: str
@@ -83,7 +83,7 @@ class Kernel:
 
 
 def find() -> str:
-    """The path of ncu; NcuError tells where it comes from."""
+    """Path of ncu; NcuError says how to install it."""
     if path := child.find("ncu"):
         return path
     raise NcuError(
@@ -93,7 +93,7 @@ def find() -> str:
 
 
 def own_kernels() -> list[str]:
-    """Names of the kernels that the package has, in CUDA C++ and in Triton."""
+    """Names of the package's kernels, in CUDA C++ and in Triton."""
     cuda = (
         re.findall(r"__global__.*?(\w+)\s*\(\s*const __grid_constant__", path.read_text(encoding="utf-8"), re.DOTALL)
         for path in PACKAGE.rglob("*.cu")
@@ -113,9 +113,9 @@ def command(
     without: Iterable[str] = (),
     sections: Sequence[str] = SECTIONS,
 ) -> list[str]:
-    """Profile what `watched` launches between cudaProfilerStart and Stop; `without` are metrics this GPU does not have.
+    """Profile what `watched` launches between cudaProfilerStart and Stop; `without` are metrics that this GPU lacks.
 
-    Caches are flushed before every pass, as they are before every sample of bench; clocks are left alone.
+    Caches are flushed before every pass, as before every sample of bench; clocks are not locked.
     """
     metrics = [metric for metric in ASKED if metric not in set(without)]
     names = [*kernels]
@@ -130,7 +130,7 @@ def command(
 
 
 def unknown_metrics(text: str) -> list[str]:
-    """Metrics that ncu complains about, in a text without a table: it does not have them on this GPU."""
+    """Metrics that ncu reports as unknown, in a text without a table: this GPU lacks them."""
     return [name.rstrip(".") for name in re.findall(r"\b[a-z0-9]+__[\w.]+", text)]
 
 
@@ -156,7 +156,7 @@ def explain(text: str) -> str:
 
 
 def parse(text: str) -> list[Kernel]:
-    """The launches in the order they were made; NcuError where the text holds no table."""
+    """The launches in order; NcuError if the text has no table."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
@@ -177,7 +177,7 @@ def _kernel(header: list[str], units: list[str], row: list[str]) -> Kernel:
         value = next((cells[metric] for metric in quantity.metrics if cells.get(metric) is not None), None)
         if value is not None:
             values[key] = value * UNITS.get(quantity.unit, 1.0)
-    if "shared" not in values:  # older ncu: its parts
+    if "shared" not in values:  # older ncu only reports its parts
         parts = [cells.get(f"launch__shared_mem_per_block_{kind}") for kind in ("static", "dynamic")]
         if all(part is not None for part in parts):
             values["shared"] = sum(part for part in parts if part is not None) * UNITS["KB"]
@@ -185,7 +185,7 @@ def _kernel(header: list[str], units: list[str], row: list[str]) -> Kernel:
 
 
 def _stalls(cells: dict[str, float | None]) -> dict[str, float]:
-    """Percent of all the time that warps waited between two issues, by reason; being issued is no reason."""
+    """Percent of the time that warps wait between two issues, by reason; being issued is not a reason."""
     shares = {m.group(1): cell for name, cell in cells.items() if (m := STALL.search(name)) and cell is not None}
     shares.pop("selected", None)
     total = sum(shares.values())

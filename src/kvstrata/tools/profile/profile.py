@@ -1,8 +1,8 @@
-"""Profiles of cases: taken with Nsight Compute, kept as JSON, compared, and held against gates.
+"""Profiles of cases: taken with Nsight Compute, saved as JSON, compared, and checked against gates.
 
-A gate is ``QUANTITY<=NUMBER`` or ``>=``. A number with a sign is a change against the other profile, in percentage
-points for shares (l2_hit, dram, ..) and in percent for the rest (us, dram_read, ..); one without is the value itself:
-``l2_hit>=+8``, ``dram<=-10``, ``registers<=64``. Gates look at the kernel that takes most of a case's time.
+A gate is ``QUANTITY<=NUMBER`` or ``>=``. A signed number is a change against the other profile, in percentage
+points for shares (l2_hit, dram, ..) and in percent for the rest (us, dram_read, ..); an unsigned one is the value
+itself: ``l2_hit>=+8``, ``dram<=-10``, ``registers<=64``. Gates apply to the kernel that takes most of a case's time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvstrata.tools.bench import cases
 from . import launch, ncu
 from .ncu import QUANTITIES, Kernel, NcuError
 
-LAUNCHES = 16  # of our kernels that are profiled in one call
-SECONDS = 180  # for one case
+LAUNCHES = 16  # maximum launches of our kernels that are profiled in one call
+SECONDS = 180  # seconds per case
 LAUNCH = (sys.executable, "-m", "kvstrata.tools.profile.launch")
-# What is profiled where no case is named: few, and each bounded by something else. CASE:CONTENDER is not ours.
+# Cases profiled by default: few, each with a different bottleneck. CASE:CONTENDER selects a peer.
 CHOSEN = {
     "store": ("8x128-fp16-256", "8x128-fp16-8192", "8x128-fp16-65536", "8x128-bf16-to-fp8-8192"),
     "prefill": (
@@ -43,14 +43,14 @@ CHOSEN = {
     "replay": ("fa-1x16", "fa-64x4096", "fa-256x8192", "nsa-64x4096"),
     "decode": ("K8V8-B32-16384", "K4V4-B32-16384", "K2V2-B32-16384", "16bit-B32-16384"),
 }
-MOST = 4  # cases of an op that is not in CHOSEN
+MOST = 4  # number of cases of an op that is not in CHOSEN
 
 
 @dataclass(frozen=True)
 class CaseProfile:
     case: str
     contender: str
-    bytes: int  # that the case counts
+    bytes: int  # bytes of the case
     kernels: list[Kernel]
 
     @property
@@ -65,7 +65,7 @@ class Profile:
     machine: dict[str, Any]
     tool: str
     cases: list[CaseProfile] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # case: why
+    failed: dict[str, str] = field(default_factory=dict)  # case: reason
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class Change:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """The case and the contender of CASE or CASE:CONTENDER; None for the latter if it is not named."""
+    """Case and contender of CASE or CASE:CONTENDER; None if no contender is named."""
     case, _, contender = name.partition(":")
     return case, contender or None
 
 
 def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
-    """Names of cases: those that match the globs, or the few that say most; ValueError where a glob matches none."""
+    """Names of cases: those that match the globs, or the most informative ones; ValueError if a glob matches none."""
     known = list(cases.by_name(op, device))
     if not wanted:
         return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
@@ -131,9 +131,9 @@ def take(
     seconds: float = math.inf,
     counters: bool = True,
 ) -> Profile:
-    """Profile cases one after the other, each in a process of its own, until the time is up.
+    """Profile cases one by one, each in its own process, until the time is up.
 
-    Without ``counters``: times, registers, shared memory and estimated occupancy, by torch's profiler.
+    Without ``counters``: times, registers, shared memory and estimated occupancy, from torch's profiler.
     """
     end = time.monotonic() + seconds
     tool = version(ncu.find()) if counters else "torch's profiler, without counters (occupancy is an estimate)"
@@ -142,12 +142,12 @@ def take(
         tick(name)
         case, who = split(name)
         who = who or contender
-        own = [] if who else ncu.own_kernels()  # a contender that is named may launch those of a library
+        own = [] if who else ncu.own_kernels()  # a named contender may launch a library's kernels
         try:
             kernels = (_counted if counters else _traced)([op, case, *([who] if who else [])], own, end)
         except NcuError as error:
             profile.failed[name] = str(error)
-            if counters and not profile.cases and "counters" in str(error):  # no other case will do better
+            if counters and not profile.cases and "counters" in str(error):  # other cases will not do better
                 break
         else:
             profile.cases.append(CaseProfile(name, who or "ours", sizes[case], kernels))
@@ -177,13 +177,13 @@ def watch(
     end: float = math.inf,
     sections: Sequence[str] = ncu.SECTIONS,
 ) -> list[Kernel]:
-    """Launches of a command under ncu, in their order; metrics that this GPU does not have are left out."""
+    """Launches of a command under ncu, in order; metrics that this GPU lacks are left out."""
     without: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         while True:
             if (left := min(end - time.monotonic(), SECONDS)) <= 0:
-                raise NcuError("the time was up")
+                raise NcuError("the time limit was reached")
             output = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
             if '"ID",' in text or not (unknown := _unknown(f"{text}\n{output}", without)):
@@ -198,7 +198,7 @@ def watch(
 
 
 def _unknown(text: str, without: Sequence[str]) -> list[str]:
-    """Metrics to leave out after a failure: those complained about or, where no reason is known, all, once."""
+    """Metrics to leave out after a failure: those reported as unknown or, if the reason is unknown, all, once."""
     named = [m for m in ncu.unknown_metrics(text) if m in ncu.ASKED and m not in without]
     if named or not ncu.explain(text).startswith("ncu failed"):
         return named
@@ -206,7 +206,7 @@ def _unknown(text: str, without: Sequence[str]) -> list[str]:
 
 
 def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """One launch of each kernel: a call that covers many layers launches the same ones over and over."""
+    """One launch of each kernel: a call that covers many layers launches the same ones repeatedly."""
     distinct: dict[tuple[str, str], Kernel] = {}
     for kernel in kernels:
         distinct.setdefault((kernel.name, kernel.block), kernel)
@@ -228,7 +228,7 @@ def version(tool: str) -> str:
 
 
 def gate_of(text: str) -> Gate:
-    """Read a gate; ValueError says what one looks like."""
+    """Parse a gate; ValueError shows the expected form."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([+-]?)(\d+(?:\.\d+)?)\s*", text)
     if not match or match.group(1) not in QUANTITIES:
         raise ValueError(
@@ -240,7 +240,7 @@ def gate_of(text: str) -> Gate:
 
 
 def changes(before: Profile, after: Profile) -> list[Change]:
-    """Every quantity that both have, case by case; ValueError where nothing can be compared."""
+    """Every quantity that both have, case by case; ValueError if nothing can be compared."""
     if before.op != after.op:
         raise ValueError(f"cannot compare a profile of {before.op} with one of {after.op}")
     old = {case.case: case.main for case in before.cases}
@@ -259,7 +259,7 @@ def changes(before: Profile, after: Profile) -> list[Change]:
 
 
 def missed(gates: Sequence[Gate], after: Profile, changes_seen: Sequence[Change]) -> list[str]:
-    """Gates that were missed, a line each; a quantity that was not measured misses its gate."""
+    """Gates that were missed, one line each; a quantity that was not measured misses its gate."""
     lines = []
     for gate in gates:
         if gate.relative and not changes_seen:

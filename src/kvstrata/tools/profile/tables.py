@@ -1,4 +1,4 @@
-"""Profiles and comparisons of profiles as tables, and the summary that is written beside them."""
+"""Profiles and comparisons as tables, and the summary written with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvstrata.tools.results import provenance
 from .ncu import QUANTITIES, Kernel
 from .profile import Change, Profile
 
-STALLS = 3  # reasons that are named
-BUSY = 60.0  # percent of a peak from which a unit is said to bound a kernel
+STALLS = 3  # maximum number of stall reasons shown
+BUSY = 60.0  # percent of a peak from which a unit is considered the bottleneck
 
 
 def caption(profile: Profile) -> str:
@@ -39,7 +39,7 @@ def show(value: float | None, key: str) -> str:
 
 
 def kernels(profile: Profile) -> Grid:
-    """One line a kernel; quantities that no kernel has are left out."""
+    """One line per kernel; quantities that no kernel has are left out."""
     every = [(case, kernel) for case in profile.cases for kernel in case.kernels]
     keys = [key for key in QUANTITIES if any(key in kernel.values for _, kernel in every)]
     titles = [QUANTITIES[key].title + (f", {unit}" if (unit := QUANTITIES[key].unit) else "") for key in keys]
@@ -60,7 +60,7 @@ def kernels(profile: Profile) -> Grid:
 
 
 def comparison(changes: Sequence[Change], title: str) -> Grid:
-    """One line a quantity that changed, of the kernel that takes longest."""
+    """One line per quantity of the longest kernel that changed."""
     rows = [
         [c.case, QUANTITIES[c.key].title, show(c.before, c.key), show(c.after, c.key), c.shown]
         for c in changes

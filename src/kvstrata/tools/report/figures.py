@@ -1,6 +1,6 @@
-"""Figures as SVG that lies inside the page: it takes the page's colours, light or dark, and its font.
+"""Figures as SVG inside the page: they use the page's colours, light or dark, and its font.
 
-Drawn narrow, so that the text can still be read where the page is as wide as a phone.
+They are narrow, so that their text stays readable on a phone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STYLE = {"svg.fonttype": "none", "font.size": 8.5, "legend.fontsize": 7.5, "axes
 
 
 def draw(key: str, height: float, paint: Callable[[Any, Any], None]) -> str:
-    """An SVG of what `paint(figure, axes)` draws; `key` sets its ids apart from those of other figures."""
+    """SVG of what `paint(figure, axes)` draws; `key` keeps its ids distinct from those of other figures."""
     file = io.StringIO()
     with panels(file, 1, WIDTH, height, STYLE | {"svg.hashsalt": key}) as (figure, (axes,)):
         paint(figure, axes)
@@ -31,7 +31,7 @@ def draw(key: str, height: float, paint: Callable[[Any, Any], None]) -> str:
 
 
 def inline(svg: str, key: str) -> str:
-    """A file of matplotlib's as an element of a page: no prologue, ids of its own, colours of the page."""
+    """Turn an SVG of matplotlib into an element of a page: no prologue, unique ids, the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\b(id|xlink:href|href)="(#?)([^"]+)"', rf'\1="\2{key}-\3"', svg)
@@ -45,7 +45,7 @@ def inline(svg: str, key: str) -> str:
 
 
 def roofline(report: Report, key: str) -> str | None:
-    """Bytes a second of every contender against the bytes of the case, under what a copy could reach."""
+    """Bandwidth of every contender against the bytes of the case, bounded by that of a copy."""
     rows = [(case, row) for case in report.cases for row in case.rows if row.us and row.tb_s and row.kind != "probe"]
     names = list(dict.fromkeys(row.name for _, row in rows if row.kind != "variant"))
     peak, floor = report.peak["tb_s"], report.floor["us"]
@@ -101,7 +101,7 @@ def speedups(report: Report, key: str) -> str | None:
 
 
 def history(points: Sequence[Point], key: str) -> str | None:
-    """Speed of our largest cases against the oldest revision kept; None for less than two revisions."""
+    """Speed of our largest cases relative to the oldest revision kept; None for fewer than two revisions."""
     if len(points) < 2:
         return None
     first: dict[str, float] = {}
@@ -119,7 +119,7 @@ def history(points: Sequence[Point], key: str) -> str | None:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(points)), [point.revision for point in points], rotation=45 if len(points) > 5 else 0)
         low, high = axes.get_ylim()
-        axes.set_ylim(min(low, 0.95), max(high, 1.05))  # so that noise looks like noise
+        axes.set_ylim(min(low, 0.95), max(high, 1.05))  # so that noise looks small
         axes.set_ylabel("speed against the oldest")
         axes.grid(alpha=0.4)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -1,4 +1,4 @@
-"""The page: what results/ holds, as sections of figures and tables; HTML that stands alone, or Markdown."""
+"""The page: the contents of results/ as sections of figures and tables; self-contained HTML, or Markdown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Figure:
 
 @dataclass
 class Section:
-    """One result on one machine; `folded` tables are shut until somebody opens them."""
+    """One result on one machine; `folded` tables are collapsed initially."""
 
     title: str
     machine: str
@@ -55,7 +55,7 @@ class Content:
 
 
 def collect(results: Path) -> Content:
-    """Everything under `<results>/<machine>/`; LookupError where there is nothing."""
+    """Everything under `<results>/<machine>/`; LookupError if there is nothing."""
     reports = publish.load_all(results)
     profiles = [profile.load(path) for path in sorted(results.glob("*/profile_*.json"))]
     if not reports and not profiles:
@@ -108,7 +108,7 @@ def _bench(report: Report, profiles: Sequence[profile.Profile], results: Path) -
 
 
 def _lead(report: Report) -> list[str]:
-    """The largest case in words."""
+    """The largest case as text."""
     rows = [(case, row) for case in report.cases if (row := case.row("ours"))]
     if not rows:
         return []
@@ -123,7 +123,7 @@ def _lead(report: Report) -> list[str]:
 
 
 def _against_others(report: Report) -> list[Against]:
-    """Ours against the fastest of the others in each case that has any: peers and the baseline."""
+    """Ours against the fastest other contender, peers and baseline, in each case that has any."""
     closest = []
     for row in (case.row("ours") for case in report.cases):
         others = [against for against in (row.vs_baseline, row.vs_peer) if against] if row else []
@@ -132,7 +132,7 @@ def _against_others(report: Report) -> list[Against]:
 
 
 def _ahead(report: Report) -> list[str]:
-    """All cases in words."""
+    """All cases as text."""
     comparisons = _against_others(report)
     if not comparisons:
         return []
@@ -171,7 +171,7 @@ def _quality(quality: Quality) -> Section:
 
 
 def _glance(reports: Sequence[Report]) -> Grid:
-    """One line an op: the case that moves most bytes, and in how many cases ours is ahead of all others."""
+    """One line per op: the case that moves the most bytes, and the number of cases in which ours is fastest."""
     header = ["op", "machine", "case", "us", "of a copy", "over the baseline", "over the best peer", "ahead in"]
     rows = []
     for report in reports:
@@ -211,7 +211,7 @@ def html(content: Content) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["svg"] = Markup  # ours, from matplotlib, whose text is escaped
+    environment.filters["svg"] = Markup  # our own SVG from matplotlib, whose text is escaped
     style = Markup((HERE / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html.j2").render(content=content, style=style, version=__version__)
 

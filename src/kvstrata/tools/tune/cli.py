@@ -46,15 +46,13 @@ def tune(
         bool, typer.Option("--resume", help="Continue the newest study, or join a process that works on it.")
     ] = False,
     device: ui.Where = ui.Device.auto,
-    backend: Annotated[
-        str, typer.Option(help="cuda, or reference: a toy problem of store, to see how it works.")
-    ] = "cuda",
+    backend: Annotated[str, typer.Option(help="cuda, or reference: a toy problem of store, to try it out.")] = "cuda",
     gates: Annotated[
         str,
         typer.Option(
             metavar="PRESET",
             help="Limits of compiled kernels: hardware; portable: 48 KB of shared memory, 96 registers; portable-50: "
-            "and half of the warps resident.",
+            "also half of the warps resident.",
         ),
     ] = "hardware",
     shared_cap: Annotated[
@@ -87,9 +85,9 @@ def tune(
 ) -> None:
     """Search for the fastest configuration of a kernel, and keep it only if it is significantly faster.
 
-    A configuration is stopped before any launch if its compiled code spills, needs too much shared memory or too many
+    A configuration is rejected before any launch if its compiled code spills, needs too much shared memory or too many
     registers, or leaves too few warps resident; then if its output is wrong; then if 40 samples do not show 5 %; and it
-    wins only if 100 more are faster beyond noise. Winners become a table that backend="auto" reads from then on.
+    wins only if 100 more are faster beyond noise. Winners go to a table that backend="auto" reads from then on.
 
     A study may be killed and resumed, and several processes, GPUs or hosts may share it.
 
@@ -120,7 +118,7 @@ def tune(
         ui.refuse("--save with --only would replace the whole result; --tables DIR writes the table alone")
 
     def keep(result: Tuning | Gate) -> list[Path]:
-        own = save and limits == PRESETS[HARDWARE]  # what `auto` takes is bound by the hardware alone
+        own = save and limits == PRESETS[HARDWARE]  # tables for `auto` are limited by the hardware only
         folder = tables or (user_folder() if own else None)
         return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
 
@@ -181,7 +179,7 @@ def warmup(
     dtype: Annotated[str, typer.Option(help="Dtype of the model: bfloat16, float16 or float32.")] = "bfloat16",
     budget: Annotated[float, typer.Option(help="Budget of a cache, as a fraction of 16 bit.")] = 0.25,
     tiers: Annotated[str | None, typer.Option(help="Tiers of a cache, such as K8V4,K4V3; None: by budget.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a request in a cache.")] = 32768,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a request in a cache.")] = 32768,
     page_format: Annotated[str, typer.Option("--format", help="Format of packed pages.")] = "K4V4",
     page_tokens: Annotated[int, typer.Option(help="Tokens of a packed page: 16, 32 or 64.")] = 16,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
@@ -189,9 +187,9 @@ def warmup(
 ) -> None:
     """Compile kernels ahead of time: the top five of each entry of the tuned table, the defaults, those of a cache.
 
-    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture. ``cache`` is
-    what a first prompt, settling and decode step of a `TieredCache` of these sizes launch; `kvstrata.warmup` does the
-    same for a cache that exists. ``packed`` is what stores into packed pages of one format and decode steps launch.
+    Cubins go to the cache folder, so a first call does not wait. In an image build, name the architecture. ``cache``
+    covers the first prompt, settling and decode step of a `TieredCache` of these sizes; `kvstrata.warmup` does this for
+    an existing cache. ``packed`` covers stores into packed pages of one format and decode steps over them.
 
     Example: kvstrata warmup
 
@@ -266,7 +264,7 @@ def _where(device: ui.Device, backend: str) -> tuple[torch.device, str]:
     if backend == "reference":
         return where, "none"
     if where.type != "cuda":
-        raise ValueError("no GPU here: --backend reference --device cpu tunes a toy, to see how it works")
+        raise ValueError("no GPU here: --backend reference --device cpu tunes a toy problem")
     if reason := jit.missing():
         raise ValueError(f"--backend cuda: {reason}")
     return where, jit.arch_of(where)
@@ -297,7 +295,7 @@ def _limits(preset: str, shared: int | None, registers: int | None, occupancy: f
 def _experiment(
     chosen: list[Problem], where: torch.device, n: int, revision: str | None, begun: float, seconds: float | None
 ) -> Gate:
-    """A/A and A/B on the longest of the cases, and simulated (beside a GPU, in processes of their own)."""
+    """A/A and A/B on the longest of the cases, and simulated (with a GPU, in separate processes)."""
     import multiprocessing
     import os
     from concurrent.futures import ProcessPoolExecutor
@@ -315,8 +313,8 @@ def _experiment(
     wanted = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
     jobs = min(len(wanted), os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, _progress() as progress:
-        beside = where.type == "cuda" and jobs > 1
-        running = [pool.submit(experiment.simulated, *each) for each in wanted] if beside else []
+        in_parallel = where.type == "cuda" and jobs > 1
+        running = [pool.submit(experiment.simulated, *each) for each in wanted] if in_parallel else []
         for left, factor in zip(range(len(experiment.FACTORS), 0, -1), experiment.FACTORS, strict=True):
             task, now = progress.add_task(f"{problem.case} {factor:g}x", total=n, best=""), time.monotonic()
             end = math.inf if seconds is None else now + (begun + seconds - now) / left

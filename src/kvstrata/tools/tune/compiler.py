@@ -1,4 +1,4 @@
-"""Kernels compiled ahead in other processes: the search waits for one only if it is not done yet."""
+"""Compiles kernels ahead of time in other processes: the search waits for one only if it is not done yet."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Compiler:
         return name not in self._ahead or self._ahead[name].done()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until another kernel is done; False if none is under way, or none was done in time."""
+        """Wait until another kernel is done; False if none is in progress, or none was done in time."""
         running = [future for future in self._ahead.values() if not future.done()]
         return bool(running and wait(running, seconds, FIRST_COMPLETED).done)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Kernels that are done, and all that were asked for."""
+        """Number of kernels that are done, and of all requested."""
         done = sum(future.done() for future in self._ahead.values())
         return done + len(self._done), len(self._ahead) + len(self._done)
 
@@ -96,5 +96,5 @@ class Compiler:
         workers = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
         if not all(future.done() for future in self._ahead.values()):
-            for worker in workers:  # nobody wants what they compile; a cubin is written in one step
+            for worker in workers:  # their results are no longer needed; a cubin is written atomically
                 worker.terminate()

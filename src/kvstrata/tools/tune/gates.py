@@ -27,7 +27,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Needs:
-    """One kernel of a configuration, as it is launched: threads of a block, bytes asked for at the launch."""
+    """One kernel of a configuration, as it is launched: threads per block, dynamic shared memory in bytes."""
 
     source: Path
     entry: str

@@ -16,7 +16,7 @@ from kvstrata.tools.profile.ncu import Kernel, NcuError
 from .space import key
 
 MARK = "empty"  # the kernel before each configuration
-SECTIONS = ("LaunchStats", "Occupancy")  # beside the metrics that are asked for by name: each section is more passes
+SECTIONS = ("LaunchStats", "Occupancy")  # in addition to metrics requested by name; each section takes more passes
 Metrics = dict[str, float]
 
 

@@ -4,8 +4,9 @@
     <!-- /kvstrata:tune_store -->
 
 `table` is `speed` (winners against defaults), `configurations`, `rejected`, `limits` (defaults outside the limits of a
-search beside the fastest inside), `values` (the fastest trial of each value of a parameter) or `metrics` (what Nsight
-Compute measured); of a gate, `rates`. `on` names the machine; `of` names the parameters of `values`, comma-separated.
+search and the fastest configuration inside), `values` (the fastest trial of each value of a parameter) or `metrics`
+(from Nsight Compute); for a gate, `rates`. `on` names the machine; `of` names the parameters of `values`,
+comma-separated.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _limits(tuning: Tuning) -> Cells:
 
 
 def _values(tuning: Tuning, names: Sequence[str] = ()) -> Cells:
-    """Times over the default's; a value that no trial had is left out."""
+    """Times relative to the default's; a value that no trial had is left out."""
     header, lines = ["case", "parameter", "fastest trial with each value, over the default"], []
     for row in tuning.rows:
         for name, times in row.values.items():
@@ -113,11 +114,11 @@ TABLES: dict[str, Callable[[Tuning], Cells]] = {
     "values": _values,
     "metrics": _metrics,
 }
-WORDS = {"configurations": 3, "limits": 4, "values": 3, "metrics": 2}  # columns at the left that are no figures
+WORDS = {"configurations": 3, "limits": 4, "values": 3, "metrics": 2}  # number of leading columns that are not figures
 
 
 def table(result: Tuning | Gate, options: dict[str, str]) -> Grid:
-    """A table by the options of a marker: ``table`` (rates or speed if it is left out) and ``of``."""
+    """A table by the options of a marker: ``table`` (by default rates or speed) and ``of``."""
     title, chosen = caption(result), options.get("table", "rates" if isinstance(result, Gate) else "speed")
     if isinstance(result, Gate):
         if chosen != "rates":

@@ -16,11 +16,12 @@ PREFIX = "tune_"
 
 @dataclass
 class Row:
-    """One case: the winner against the default on fresh samples. `choice` is None where the default stays.
+    """One case: the winner against the default on fresh samples. `choice` is None if the default stays.
 
-    `valid`: choices that make sense for the shape and are within the limits, `measured`: how many of them were timed
-    (None in results of earlier versions). `outside`: why the limits do not allow the default. `values`: the fastest
-    time with each value of each parameter, over the default's. `metrics`: Nsight Compute on the default and the winner.
+    `valid`: number of choices that are valid for the shape and within the limits, `measured`: how many of them were
+    timed (None in results of earlier versions). `outside`: why the limits do not allow the default. `values`: the
+    fastest time with each value of each parameter, relative to the default's. `metrics`: Nsight Compute on default and
+    winner.
     """
 
     case: str

@@ -1,7 +1,7 @@
-"""Optuna's sampler held to a list: it proposes values one by one, and the trial gets the nearest choice of the list.
+"""Optuna's sampler restricted to a list: it proposes values one by one, and the trial gets the nearest listed choice.
 
-A space is a product, and few of its choices may make sense (one in five of prefill's). Proposals that do not
-would use up trials without measuring anything.
+A space is a product, and only few of its choices may be valid (one in five of prefill's). Invalid proposals would use
+up trials without measuring anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .space import Space
 
 
 class Listed(optuna.samplers.BaseSampler):
-    """Asks `inner` for a proposal and `pick` for the choice that the trial gets; `pick` gives None if none is left."""
+    """Gets a proposal from `inner` and the choice of the trial from `pick`, which returns None if none is left."""
 
     def __init__(
         self, inner: optuna.samplers.BaseSampler, space: Space, pick: Callable[[Choice], Choice | None]

@@ -1,8 +1,8 @@
 """The search of one case: ask, check, measure, decide, tell; until the trials, the time or the space are used up.
 
 Only choices that are valid, compiled and within the limits become trials (`candidates.py`). A trial's value is its
-median over the default's, both from the same rounds. What else is known of it stands in the study too, so the incumbent
-is the same for every process that works on it.
+median relative to the default's, both from the same rounds. Everything else about it is stored in the study too, so the
+incumbent is the same for every process that works on it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .sampler import Listed, nearest
 from .space import key
 from .storage import OWNER, owner, put_back
 
-STEP = 10  # samples between two looks of the pruner
-FINAL = 200  # samples of the winner against the default, none of which chose it
+STEP = 10  # samples between two checks of the pruner
+FINAL = 200  # fresh samples of the winner against the default
 TOP = 5
-IDLE = 0.5  # seconds after which a device is given time to raise its clocks again
+IDLE = 0.5  # seconds of idling after which a device gets time to raise its clocks again
 CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
-SEEN = "seen before"  # why a trial was rejected that does not count
+SEEN = "seen before"  # reason for rejecting a trial that does not count
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 ANYTHING = Limits(occupancy=0, spills=1 << 30)
-LOOK = 0.5  # seconds between two reports while the compiler is waited for
+LOOK = 0.5  # seconds between two reports while waiting for the compiler
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Settings:
     """Stop conditions (trials of the study, seconds of this process), limits and sample counts of a search.
 
     `patience`: seconds beyond `seconds` that may be spent waiting for the compiler. `measured_profiles`: Nsight Compute
-    judges afterwards who has a better profile, so occupancy computed from registers does not.
+    compares profiles afterwards, so occupancy computed from registers is not used.
     """
 
     trials: int | None = None
@@ -90,10 +90,10 @@ class Search:
         self.started = time.monotonic()
         self.candidates = Candidates(problem, compiler, settings.limits)
         self.ready = problem.build(timer.device)
-        self._calls: dict[str, Call] = {}  # of the incumbents
-        self._busy = -math.inf  # when the device was last seen at work
-        self._round = 0.0  # seconds that a round of samples took
-        self._waited = 0.0  # seconds, for the compiler
+        self._calls: dict[str, Call] = {}  # calls of the incumbents
+        self._busy = -math.inf  # when the device was last busy
+        self._round = 0.0  # seconds per round of samples
+        self._waited = 0.0  # seconds spent waiting for the compiler
         self._random = random.Random(len(study.get_trials(deepcopy=False)))
         if not isinstance(study.sampler, Listed):
             study.sampler = Listed(study.sampler, problem.space, self._pick)
@@ -124,7 +124,7 @@ class Search:
         return self._finish()
 
     def near(self, most: int) -> list[Choice]:
-        """Complete trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
+        """Completed trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
         best = self._incumbent()
         bound = 1.0 if best is None else _value(best)
         trials = [t for t in self._trials(TrialState.COMPLETE) if not t.user_attrs.get(PROMOTED) and _value(t) <= bound]
@@ -132,7 +132,7 @@ class Search:
         return [dict(t.params) for t in sorted(trials, key=_value)][:most]
 
     def _begin(self) -> None:
-        """Make the default ready. `_outside` says why the limits do not allow it, or is empty."""
+        """Prepare the default. `_outside` is the reason why the limits do not allow it, or empty."""
         self._outside = ""
         try:
             self._static = gates.check(
@@ -141,7 +141,7 @@ class Search:
             self._default = self._prepared(self.problem.default)
         except Rejected as error:
             raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
-        if self.settings.limits != Limits():  # what the hardware allows, the default may always use
+        if self.settings.limits != Limits():  # the default may always use what the hardware allows
             try:
                 self.candidates.profile(self.problem.default)
             except Rejected as error:
@@ -154,7 +154,7 @@ class Search:
 
     def _over(self) -> bool:
         limit, left = self.settings, self._left()
-        if left is not None and left <= limit.final * self._round:  # which the last measurement will take
+        if left is not None and left <= limit.final * self._round:  # time needed for the final measurement
             return True
         taken = [t for t in self._trials(*DONE, TrialState.RUNNING) if OWNER in t.user_attrs]
         taken = [t for t in taken if t.user_attrs.get(REJECTED) not in STATIC]
@@ -163,7 +163,7 @@ class Search:
         return not self._waiting() and not self._wait_for_one()
 
     def _left(self) -> float | None:
-        """Seconds that are left, or None without a limit."""
+        """Seconds left, or None without a limit."""
         if self.settings.seconds is None:
             return None
         allowed = self.settings.seconds + min(self._waited, self.settings.patience)
@@ -219,7 +219,7 @@ class Search:
             trial.set_user_attr("reason", " ".join(str(error).split())[:300])
         except optuna.TrialPruned:
             rejected = "pruned"
-        except NotDone:  # the time was up before it was compiled: for whoever resumes
+        except NotDone:  # not compiled in time: left to a resumed run
             self.study.tell(trial, state=TrialState.FAIL)
             self.study.enqueue_trial(choice)
             return
@@ -250,7 +250,7 @@ class Search:
             self.study.tell(trial, value, state=TrialState.PRUNED if value is None else TrialState.COMPLETE)
         except (ValueError, RuntimeError) as error:
             if "finished" not in str(error) and "Cannot tell" not in str(error):
-                raise  # else: this process was taken for dead and another did the work
+                raise  # otherwise this process was considered dead and another one did the work
 
     def _alive(self, error: Exception) -> None:
         """Raise if the device no longer works after an error."""
@@ -262,7 +262,7 @@ class Search:
             raise RuntimeError(f"a trial broke the device ({error}); it is recorded, and --resume skips it") from error
 
     def _prepared(self, choice: Choice) -> Call:
-        """A contender that was launched on every input set and gave what the benchmark's check wants."""
+        """A contender that was launched on every input set and passed the benchmark's check."""
         if (name := key(choice)) in self._calls:
             return self._calls[name]
         call = self.ready.call(choice)
@@ -304,7 +304,7 @@ class Search:
         return self._last, None
 
     def _contenders(self, choice: Choice) -> tuple[dict[str, Call], str | None]:
-        """Contenders to sample beside the choice, and the one it must beat; None if the limits allow none yet."""
+        """Contenders to sample with the choice, and the one it must beat; None if the limits allow none yet."""
         calls = {"default": self._default, "candidate": self._prepared(choice)}
         if (incumbent := self._incumbent()) is None:
             return calls, None if self._outside else "default"
@@ -312,7 +312,7 @@ class Search:
         return calls, "incumbent"
 
     def _confirmed(self, calls: dict[str, Call], holder: str) -> decide.Verdict:
-        """The second stage, on fresh samples; the output is checked once more."""
+        """The second stage, on fresh samples; the output is checked again."""
         taken = self._sample(calls, self.settings.confirm)
         self._verify(calls["candidate"])
         self._last = _relative(taken)
@@ -389,7 +389,7 @@ class Search:
         return {**counts, "put back": len(self._trials(TrialState.FAIL))}
 
     def _top(self, winner: Choice | None) -> list[Choice]:
-        """The winner, then what was fastest in its trial."""
+        """The winner, then the fastest others by their trials."""
         ranked = [dict(t.params) for t in sorted(self._measured(), key=_time)]
         first = winner or self.problem.default
         return [first, *(choice for choice in ranked if choice != first)][:TOP]
@@ -400,12 +400,12 @@ def _value(trial: FrozenTrial) -> float:
 
 
 def _time(trial: FrozenTrial) -> float:
-    """Time of a trial relative to the default; for an abandoned trial, as measured until then."""
+    """Time of a trial relative to the default; for an abandoned trial, up to that point."""
     return trial.intermediate_values[max(trial.intermediate_values)] if trial.value is None else trial.value
 
 
 def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
-    """Time of the fastest trial of each value of each parameter, over the default's."""
+    """Time of the fastest trial of each value of each parameter, relative to the default's."""
     by_case: dict[str, dict[str, float]] = {}
     for trial in trials:
         for name, chosen in trial.params.items():

@@ -1,4 +1,4 @@
-"""A search of all cases of an op: kernels compiled ahead, case after case, then profiles of what came out first."""
+"""A search of all cases of an op: compiles kernels ahead, searches case by case, then profiles the best results."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .storage import open_storage, open_study
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-NEAR = 2  # trials of a case that were as fast as the winner, and are profiled beside it
-MOST = 12  # cases that are profiled, those with a winner first
-AGAIN = 5.0  # seconds that must be left to search cases again
-SEARCH = 0.75  # of the time, if profiles are taken after it
+NEAR = 2  # trials of a case as fast as the winner that are profiled with it
+MOST = 12  # maximum number of profiled cases, those with a winner first
+AGAIN = 5.0  # minimum seconds left to search cases again
+SEARCH = 0.75  # share of the time, if profiles are taken after it
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Session:
                     keep(tuning)
                     del search
                     release(self.device)
-                # Again with kernels that were not compiled yet when their case was searched.
+                # Search again with kernels that were not compiled yet when their case was searched.
                 earlier, measured = measured, sum(row.measured or 0 for row in tuning.rows)
                 if searched - time.monotonic() < AGAIN or measured == earlier:
                     break
@@ -123,7 +123,7 @@ class Session:
         sizes = []
         for problem in self.problems:
             valid = [choice for choice in problem.space if not problem.invalid(choice)]
-            random.Random(0).shuffle(valid)  # so that what is compiled first is spread over the space
+            random.Random(0).shuffle(valid)  # so that the first compiled ones are spread over the space
             compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
             sizes.append(len(valid))
         return sizes
@@ -184,7 +184,7 @@ class Session:
 
 
 def _share(settings: Settings, left: float, cases: int) -> Settings:
-    """An equal share of the time left; half of what the other cases have may be spent waiting for the compiler."""
+    """An equal share of the time left; half of the other cases' share may be spent waiting for the compiler."""
     if math.isinf(left):
         return replace(settings, seconds=None)
     left = max(left, 0.0)

@@ -1,6 +1,6 @@
 """Search spaces: named parameters with a few values each, some of which depend on others.
 
-Spaces are plain data, declared beside their kernels (`store/space.py`, `attention/decode/space.py`).
+Spaces are plain data, declared next to their kernels (`store/space.py`, `attention/decode/space.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Space:
-    """`choices`: the values of each parameter. `when`: a parameter that matters only where another has certain values.
+    """`choices`: the values of each parameter. `when`: a parameter that only applies if another has certain values.
 
     >>> Space({"kernel": ("direct", "bulk"), "rows": (1, 2)}, {"rows": ("kernel", ("bulk",))})
     """
@@ -30,9 +30,9 @@ class Space:
         seen: list[str] = []
         for name, values in self.choices.items():
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name}: expected different values, got {values}")
+                raise ValueError(f"{name}: expected distinct values, got {values}")
             if name in self.when and self.when[name][0] not in seen:
-                raise ValueError(f"when: expected {self.when[name][0]!r} to stand before {name!r}")
+                raise ValueError(f"when: expected {self.when[name][0]!r} before {name!r}")
             seen.append(name)
         if unknown := self.when.keys() - self.choices.keys():
             raise ValueError(f"when: expected names of parameters, got {min(unknown)!r}")

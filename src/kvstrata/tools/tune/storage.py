@@ -1,8 +1,8 @@
-"""Studies that survive a killed process and that several processes share: a journal file, or an SQL database by URL.
+"""Studies that survive a killed process and are shared by several: a journal file, or an SQL database by URL.
 
-A trial records its owner. The next process to ask requeues a trial whose process is gone or, on another host, that was
-not finished in ten minutes. The journal is guarded by a lock that the operating system releases when its process dies,
-and a line that was cut off by a kill is removed before the next one is written.
+A trial records its owner. The next process requeues a trial whose process is gone or, on another host, that was
+not finished in ten minutes. The journal is protected by a lock that the operating system releases when its process
+dies, and a line that was cut off by a kill is removed before the next one is written.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 OWNER = "owner"
-STALE = datetime.timedelta(minutes=10)  # of a trial on another host; one takes seconds
+STALE = datetime.timedelta(minutes=10)  # age of an abandoned trial on another host; a trial takes seconds
 BLOCK = 1 << 16
 
 
 class Lock:
-    """`flock` on a file beside the journal: gone with the process that holds it, however that ends."""
+    """`flock` on a file next to the journal: released when the process that holds it ends, for whatever reason."""
 
     def __init__(self, journal: Path) -> None:
         self.journal, self.path = journal, journal.with_name(journal.name + ".lock")
@@ -61,14 +61,14 @@ def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
         try:
             return RDBStorage(str(where))
         except ImportError as error:
-            raise ValueError(f"storage: {where} needs a package that is not here: {error}") from error
+            raise ValueError(f"storage: {where} needs a package that is not installed: {error}") from error
     path = Path(where)
     path.parent.mkdir(parents=True, exist_ok=True)
     return JournalStorage(JournalFileBackend(str(path), Lock(path)))  # type: ignore[arg-type]
 
 
 def open_study(storage: optuna.storages.BaseStorage, name: str, resume: bool, seed: int | None = None) -> optuna.Study:
-    """A new study of that name; with `resume` the newest that is there, which another process may be at work on."""
+    """A new study with that name; with `resume` the newest existing one, which another process may be working on."""
     there = [summary.study_name for summary in optuna.get_all_study_summaries(storage, include_best_trial=False)]
     numbers = [int(n.rpartition("#")[2]) for n in there if n.rpartition("#")[0] == name]
     number = max(numbers, default=0 if not resume else 1) + (0 if resume else 1)
@@ -105,7 +105,7 @@ def _alive(pid: int) -> bool:
 
 
 def put_back(study: optuna.Study) -> int:
-    """Queue the trials of dead processes again; returns how many there were."""
+    """Requeue the trials of dead processes; returns their number."""
     count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not _alone(trial):

@@ -1,4 +1,4 @@
-"""Winners as tables: what a search found becomes what `auto` reads (`jit.tuned`)."""
+"""Writes the winners of a search as tables that `auto` reads (`jit.tuned`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .results import Tuning
 
 
 def entries(tuning: Tuning) -> list[tuned.Entry]:
-    """One entry per case; null where the default stays, so that no winner of a distant shape is used there."""
+    """One entry per case; null if the default stays, so that no winner of a distant shape is used there."""
     return [{"case": row.case, "shape": row.shape, "choice": row.choice, "top": row.top} for row in tuning.rows]
 
 
 def save(op: str, tuning: Tuning, arch: str, folder: Path) -> Path:
-    """Put the winners into `<folder>/<gpu>.json`; entries of other ops and cases stay."""
+    """Write the winners to `<folder>/<gpu>.json`; entries of other ops and cases stay."""
     path = folder / f"{tuning.machine['slug']}.json"
     there = tuned.read(path) if path.exists() else {}
     fresh = entries(tuning)
@@ -36,5 +36,5 @@ def save(op: str, tuning: Tuning, arch: str, folder: Path) -> Path:
 
 
 def arch_of(path: Path) -> str:
-    """The architecture that a table was made on."""
+    """The architecture of a table's GPU."""
     return str(json.loads(path.read_text(encoding="utf-8"))["arch"])

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are asked for: the tuned ones, what the ops choose by themselves, those of a cache."""
+"""Compiles kernels ahead of need: the tuned ones, the ops' defaults, and those of a cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Warmed:
 
 
 def tables_for(arch: str, gpu: str | None) -> list[str]:
-    """Slugs of the GPUs whose tables are meant: the one named, or all of the architecture."""
+    """Slugs of the GPUs whose tables are used: the named one, or all of the architecture."""
     if gpu is not None:
         return [gpu]
     paths = [p for folder in (tuned.SHIPPED, tuned.user_folder()) for p in sorted(folder.glob("*.json"))]
@@ -60,7 +60,7 @@ def replay_kernels() -> list[Needs]:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Arguments of a `TieredCache`, and the query heads that read it, as far as kernels depend on them."""
+    """Arguments of a `TieredCache`, and its query heads, as far as kernels depend on them."""
 
     head_dim: int
     heads: int = 32
@@ -75,14 +75,14 @@ class CacheSizes:
 
 def cache_kernels(sizes: CacheSizes, arch: str, gpus: Iterable[str]) -> list[Needs]:
     """Kernels of prompts, appends, settling and decode steps of a cache, with the tuned choices of these GPUs."""
-    from kvstrata.attention.ahead import kernels_needed
+    from kvstrata.attention.cache_warmup import kernels_needed
     from kvstrata.cache import TieredCache
 
     cache = TieredCache(
         1, sizes.kv_heads, sizes.head_dim, budget=sizes.budget, tiers=sizes.tiers, dtype=sizes.dtype,
         page_tokens=sizes.page_tokens, max_tokens=sizes.max_tokens,
     )  # fmt: skip
-    cache.max_requests = sizes.max_requests  # after the tables are made: only steps depend on it
+    cache.max_requests = sizes.max_requests  # after the tables are allocated: only steps depend on it
     shared, named = multiprocessor(arch).shared, []
     for gpu in [*gpus] or ["unknown"]:
         named += kernels_needed(cache, sizes.heads, 1, arch=arch, gpu=gpu, shared=shared)
@@ -93,7 +93,7 @@ def packed_kernels(
     name: str, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, page_tokens: int, arch: str
 ) -> list[Needs]:
     """Kernels of stores into packed pages and decode steps over them, with and without a balance."""
-    from kvstrata.attention.packed_ahead import kernels_needed
+    from kvstrata.attention.packed_warmup import kernels_needed
     from kvstrata.layout import Format
 
     fmt, named = Format.parse(name, head_dim, page_tokens), []
@@ -104,7 +104,7 @@ def packed_kernels(
 
 
 def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterator[Needs]:
-    """Compile in `jobs` processes (None: as many as there are cores); yields a kernel when it is done."""
+    """Compile in `jobs` processes (None: one per core); yields a kernel when it is done."""
     jobs = min(os.cpu_count() or 1, len(wanted)) if jobs is None else jobs
     with Compiler(result.arch, jobs) as compiler:
         compiler.ahead(wanted)

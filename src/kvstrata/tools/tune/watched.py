@@ -1,4 +1,4 @@
-"""The child that Nsight Compute watches: one call of each configuration, an empty kernel before each.
+"""The child process of Nsight Compute: one call of each configuration, preceded by an empty kernel.
 
 python -m kvstrata.tools.tune.watched OP FILE, where FILE holds JSON: [[case, [choice, ..]], ..]
 """
@@ -17,7 +17,7 @@ from kvstrata.tools.bench.probes import EMPTY
 
 from . import problems
 
-WARM = 2  # calls before the one that is watched
+WARM = 2  # calls before the profiled one
 
 
 def main(op: str, file: str) -> None:

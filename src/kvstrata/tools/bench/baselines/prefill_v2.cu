@@ -1,5 +1,5 @@
-// The forward attention that the note on V3 starts from ("V2"), as the thing to beat, and correct: 24 KB of shared
-// memory hold Q, K, V, the scores and the output in the making; products by wmma; one block per (head, 32 queries);
+// The forward attention that the note on V3 starts from ("V2"), as a baseline, and correct: 24 KB of shared
+// memory hold Q, K, V, the scores and the output accumulator; products by wmma; one block per (head, 32 queries);
 // plain loads of 4 bytes.
 //
 //   Q [32 x 64], K [32 x 64], V [32 x 64], S [32 x 32] float32, later P in its place, O [32 x 64] float32
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) prefill_v2(const __grid_constant__ P
   const long long k_at = static_cast<long long>(unit) * p.k_len * kDim;
   const int rows = min(kM, p.q_len - first_row), shift = p.k_len - p.q_len;
   const int end = p.causal ? min(p.k_len, first_row + rows + shift) : p.k_len;
-  const int row = threadIdx.x / 4, part = threadIdx.x % 4;  // four threads a row: 8 scores and 16 dims each
+  const int row = threadIdx.x / 4, part = threadIdx.x % 4;  // four threads per row: 8 scores and 16 dims each
   load_rows(q_tile, p.q + q_at, rows);
   for (int i = threadIdx.x; i < kM * kDim; i += kThreads) sums[i] = 0.f;
   float m = kLowest, l = 0.f;

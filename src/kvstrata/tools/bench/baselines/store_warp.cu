@@ -1,4 +1,4 @@
-// The store that the note on K/V stores starts from, as the thing to beat: one warp per token copies the K row, then
+// The store that the note on K/V stores starts from, as a baseline: one warp per token copies the K row, then
 // the V row. Contiguous 16-bit rows of kRowBytes on both sides, no padding slots, no bounds check.
 template <int kRowBytes>
 __global__ void store_warp(char* k_cache, char* v_cache, const int* slot_mapping, const char* k, const char* v, int tokens) {

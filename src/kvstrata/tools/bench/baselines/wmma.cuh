@@ -1,4 +1,4 @@
-// wmma m16n16k16 for the baseline that is written with it: 16x16 tiles by row in shared memory, fragments opaque.
+// wmma m16n16k16 for the baseline that uses it: 16x16 tiles by row in shared memory, fragments opaque.
 #pragma once
 #include "mma.cuh"
 

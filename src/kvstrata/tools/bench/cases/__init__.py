@@ -1,6 +1,6 @@
 """The benchmarks by name: a module `cases/<op>.py` has `cases(device, quick) -> list[Case]`.
 
-It may also have `summary(report) -> str`, the lines printed under its table; `TABLE`, the options of that table; and
+It may also have `summary(report) -> str`, the lines printed below its table; `TABLE`, the options of that table; and
 `run`, with the signature of `runner.run`, if its contenders are not calls in this process.
 """
 

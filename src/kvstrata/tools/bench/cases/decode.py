@@ -1,13 +1,13 @@
 """The decode benchmark: one query of each request over all its tokens, in tiers or in bfloat16.
 
 Peers read as many tokens in bfloat16, contiguous; FlashInfer in pages, in bfloat16 and in fp8. Bytes are those that our
-cache streams: codes and scales, or rows; queries and outputs are left out. Calls are captured and replayed. Before each
-sample the cache of the device is filled by reading, as a model's weights do between two attentions: dirty lines that
-somebody else left would otherwise be written back in our time.
+cache streams: codes and scales, or rows; queries and outputs are not counted. Calls are captured and replayed. Before
+each sample the L2 cache is filled by reading, as a model's weights do between two attentions: dirty lines of others
+would otherwise be written back during our sample.
 
-The work list of a step is made once for all layers; ``with its list`` makes it in every call, for one layer, as calls
-without a plan do. For mixes, ``with mass`` also gives the mass of every token (`return_mass`), and ``with list and
-mass`` is a call without a plan that does, as StrataCache's are.
+The work list of a step is built once for all layers; ``with its list`` builds it in every call, for one layer, as calls
+without a plan do. For mixes, ``with mass`` also returns the mass of every token (`return_mass`), and ``with list and
+mass`` does so without a plan, as StrataCache's calls do.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CHECKED = 2  # requests compared with the reference
 WINDOW = 64  # plain tokens in a tiered cache
 PEER_PAGE = 16  # tokens of FlashInfer's pages
 NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
-EIGHT = ("K8V8", "K8V4")  # what a TieredCache chooses for a budget of 0.5
-MEAN = 0.211  # of 16 bit: 3.25 bits of codes a value at head_dim 128
-WIDEST = 0.51  # of 16 bit: from here on tokens are in 8 and 16 bit
+EIGHT = ("K8V8", "K8V4")  # default tiers of a TieredCache at a budget of 0.5
+MEAN = 0.211  # fraction of 16 bit: 3.25 bits of codes per value at head_dim 128
+WIDEST = 0.51  # fraction of 16 bit from which on tokens are in 8 and 16 bit
 OURS = ("kvstrata", "with its list", "with mass", "with list and mass")
 
 
@@ -68,10 +68,10 @@ def shares(budget: float, formats: Sequence[Format]) -> tuple[float, ...]:
 
 
 def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tensor:
-    """Tokens of every tier, the same for all heads; plain alone, or recent ones in plain and the rest."""
+    """Tokens of every tier, equal for all heads; plain only, or recent ones in plain and the rest in tiers."""
     counts = torch.zeros(shape.requests, shape.kv_heads, 1 + len(tiers), dtype=torch.int64)
     old = shape.tokens - WINDOW if tiers else 0
-    if tiers and budget > WIDEST:  # some old ones in plain, too
+    if tiers and budget > WIDEST:  # some old ones in plain as well
         [lossy] = (f.bytes_per_token / (4 * shape.head_dim) for f in formats_of(shape, tiers)[1:])
         old = min(old, round((1 - budget) / (1 - lossy) * shape.tokens))
     counts[..., 0] = shape.tokens - old
@@ -109,7 +109,7 @@ def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.devi
 
 
 class Rows:
-    """K and V in bfloat16 for the peers, and what they must give for the first requests."""
+    """K and V in bfloat16 for the peers, and their expected outputs for the first requests."""
 
     def __init__(self, shape: Shape, q: torch.Tensor) -> None:
         size = (shape.requests, shape.kv_heads, shape.tokens, shape.head_dim)
@@ -136,11 +136,11 @@ def cudnn(rows: Rows) -> Call:
 
 
 def _flashinfer(rows: Any, dtype: torch.dtype) -> Call:
-    """FlashInfer's decode over the pages of `Rows`, or of anything like them."""
+    """FlashInfer's decode over the pages of `Rows`, or of a similar object."""
     if rows.q.device.type != "cuda":
         raise Absent("needs a CUDA device")
     if rows.q.shape[2] != 1:
-        raise Absent("its decode takes one query")
+        raise Absent("its decode supports one query only")
     import flashinfer as library
 
     k, v = rows.pages(dtype)
@@ -170,7 +170,7 @@ def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> No
 
 def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device: torch.device) -> Bench:
     jobs = [_job(shape, tiers, budget, device, seed) for seed in range(sets)]
-    # Each list of formats is one more kernel to compile, and made-up pages have positions of two bytes.
+    # Each list of formats is one more kernel to compile, and synthetic pages have positions of two bytes.
     mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
     with_mass = [job._replace(return_mass=mass) for job in jobs]
     checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in with_mass]

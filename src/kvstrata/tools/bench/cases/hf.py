@@ -1,24 +1,24 @@
-"""The hf benchmark: transformers' `generate` over a `StrataCache`, beside transformers' own caches.
+"""The hf benchmark: transformers' `generate` over a `StrataCache`, compared with transformers' own caches.
 
     B8-16384         steps of 8 rows with prompts of 16,384 random tokens, at Llama-3.1-8B shapes with random weights
-    B1-8192-qwen3    the same at Qwen3-8B shapes
-    B1-2048-smollm2  on a CPU, in float32: at SmolLM2-135M shapes; nothing is compiled or captured there
+    B1-8192-qwen3    at Qwen3-8B shapes
+    B1-2048-smollm2  on a CPU, in float32, at SmolLM2-135M shapes; nothing is compiled or captured there
 
-A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: sampling, stopping
-criteria and the host's part of a cache included. The first steps, which compile and capture, are no samples. Contenders
-run one after the other, each in one call of `generate`. `first` is the time to the first token, for which nothing is
-compiled: of short prompts the median of a few calls after a first one. `cache` is what the cache holds at the end, for
-transformers' own what is allocated beyond the weights; `peak` the most that is allocated beyond them.
+A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: including sampling,
+stopping criteria and the host part of a cache. The first steps, which compile and capture, are not sampled. Contenders
+run one after the other, each in one call of `generate`. `first` is the time to the first token, without compilation:
+for short prompts the median of a few calls after a first one. `cache` is the memory held by the cache at the end, for
+transformers' own caches what is allocated beyond the weights; `peak` is the maximum allocated beyond them.
 
     DynamicCache       the default of `generate`
     static, compiled   `cache_implementation="static"`, for which `generate` compiles the forward with CUDA graphs
-    quantized, 4 bit   `QuantizedCache` with quanto or HQQ, where one of them is installed
+    quantized, 4 bit   `QuantizedCache` with quanto or HQQ, if one of them is installed
     StrataCache 1.0    16 bit, captured
     StrataCache 0.25   a quarter of the bytes, captured
     StrataCache K4V4   packed pages of one format, captured
 
-A full run takes about six minutes on an H200. Whatever compiles comes after the rest, a contender that takes too long
-is stopped, and the report is saved after each.
+A full run takes about six minutes on an H200. Contenders that compile come last, one that takes too long is stopped,
+and the report is saved after each.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ OURS, PLAIN, PACKED = "StrataCache 0.25", "StrataCache 1.0", "StrataCache K4V4"
 CONTENDERS = (BASELINE, OURS, PLAIN, PACKED, QUANTIZED, PEER)
 KINDS = {BASELINE: "baseline", PEER: "peer", QUANTIZED: "peer", OURS: "ours", PLAIN: "variant", PACKED: "variant"}
 TABLE = {"columns": "case,contender,us,mean,slowest,first,cache,peak,speedup,vs_peer"}
-WARM = 4  # steps that compile and capture
+WARM = 4  # warm-up steps, which compile and capture
 STEPS = 200  # three settlings of every layer
-EAGER_SECONDS = 2.0  # of steps that are all alike, and slow
-PROMPTS, PROMPT_SECONDS = 3, 2.0  # calls for the time to the first token, and time after which no other one begins
+EAGER_SECONDS = 2.0  # seconds of sampling for steps that are all alike, and slow
+PROMPTS, PROMPT_SECONDS = 3, 2.0  # calls for the time to the first token, and seconds after which no further one begins
 WARMED = 1 << 16  # tokens up to which a prompt is repeated
-CHUNK = 1 << 16  # tokens that an MLP takes at a time, so that activations leave room for the largest cache
+CHUNK = 1 << 16  # tokens that an MLP processes at a time, so that activations leave room for the largest cache
 LIMIT = 120.0  # seconds after which a contender is stopped
-TOTAL, COMPILING = 420.0, 90.0  # seconds after which none begins; one that compiles has to begin so much earlier
+TOTAL, COMPILING = 420.0, 90.0  # seconds after which no contender begins; how much earlier one that compiles must
 PATIENCE = {"cuda": 1.0, "cpu": 10.0}  # factor of these limits
 QWEN3 = Model(layers=36, mlp=12288, vocab=151936, family="qwen3")
 LLAMA = Model()
@@ -74,9 +74,9 @@ class Shape:
     tokens: int
     family: str = "llama"
     model: Model = LLAMA
-    without: tuple[str, ...] = ()  # contenders that are left out
-    number_bytes: int = 2  # of weights, and of K and V that are not compressed
-    cpu_steps: int = 20  # on a CPU
+    without: tuple[str, ...] = ()  # contenders to leave out
+    number_bytes: int = 2  # bytes per value of weights, and of K and V that are not compressed
+    cpu_steps: int = 20  # steps on a CPU
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ def shape_of(case: Case) -> Shape:
 
 
 def load(shape: Shape, device: torch.device) -> Any:
-    """The model of a shape, whose MLPs take a long prompt in chunks; the one before is freed first."""
+    """The model of a shape, whose MLPs process a long prompt in chunks; the previous model is freed first."""
     model_of.cache_clear()
     release(device)
     model = model_of(shape.model, device)
@@ -150,14 +150,14 @@ class Measured:
 
 
 def _quantizer() -> str | None:
-    """Library that quantises transformers' own cache, None if there is none."""
+    """Library that quantises transformers' own cache, or None."""
     from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
     return "quanto" if is_optimum_quanto_available() else "hqq" if is_hqq_available() else None
 
 
 def cache_of(name: str, model: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
-    """A contender's cache for so many tokens, None where `generate` makes it, and arguments of `generate`."""
+    """A contender's cache for ``tokens`` tokens, None if `generate` creates it, and arguments of `generate`."""
     from transformers.cache_utils import QuantizedCache
 
     from kvstrata.hf import StrataCache
@@ -178,13 +178,13 @@ def cache_of(name: str, model: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
 
 @dataclass
 class Clock:
-    """Stopping criterion that notes the time of every token, and ends after some seconds of steps."""
+    """Stopping criterion that records the time of every token, and ends after some seconds of steps."""
 
     seconds: float | None = None
     times: list[float] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        input_ids[:, -1].tolist()  # a token is there when the host reads it
+        input_ids[:, -1].tolist()  # a token exists once the host has read it
         self.times.append(time.perf_counter())
         enough = self.seconds is not None and len(self.times) > 3 * WARM
         over = enough and self.times[-1] - self.times[0] > (self.seconds or 0)
@@ -208,7 +208,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     firsts: list[float] = []
     if name != PEER and ids.numel() <= WARMED:
         while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
-            gc.collect()  # the cache before
+            gc.collect()  # free the previous cache
             firsts.append(_generate(model, ids, 1, Clock(), cache_of(name, model, tokens)[1])[0])
     cache, options = cache_of(name, model, tokens)
     release(device)
@@ -217,7 +217,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     clock = Clock(EAGER_SECONDS if name in (BASELINE, QUANTIZED) else None)
-    gc.freeze()  # what other contenders left behind is not looked through while a step is timed
+    gc.freeze()  # do not scan objects of earlier contenders while a step is timed
     try:
         first, out = _generate(model, ids, new + WARM + 1, clock, options)
         release(device)
@@ -226,7 +226,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     finally:
         gc.unfreeze()
         if name == PEER:
-            model._cache = None  # generate keeps it, and its graphs, for the next call
+            model._cache = None  # generate keeps the cache and its graphs for the next call
             torch._dynamo.reset()
     times = clock.times
     steps = [1e6 * (b - a) for a, b in zip(times[WARM:], times[WARM + 1 :], strict=False)]
@@ -243,14 +243,14 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds, and end the process a minute later if that does not help."""
+    """Raise TimeoutError after ``seconds``, and end the process a minute later if that does not help."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"took longer than {seconds:.0f} s")
 
     try:
         before = signal.signal(signal.SIGALRM, stop)
-    except (AttributeError, ValueError):  # another system than POSIX, another thread than the main one
+    except (AttributeError, ValueError):  # not POSIX, or not the main thread
         yield
         return
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -319,7 +319,7 @@ def contend(
     result: CaseResult,
     first_tokens: dict[str, list[int]],
 ) -> Row:
-    """Row of one contender, with an error where it failed; ``first_tokens`` of each case are those of the first one."""
+    """Row of one contender, with an error if it failed; ``first_tokens`` of each case are those of the first one."""
     new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else shape.cpu_steps
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
@@ -330,7 +330,7 @@ def contend(
             told = measure(name, model, shape, ids, new)
         known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in told.tokens])
         same = sum(a == tokens[0] for a, tokens in zip(known, told.tokens, strict=True))
-        # The prompt is computed at 16 bit by all; what is off by rounding is a token in some row at most.
+        # All compute the prompt at 16 bit; rounding may change a token in some row at most.
         assert 2 * same >= len(known), f"{same} of {len(known)} first tokens are as before"
     except (AssertionError, ImportError, RuntimeError, TimeoutError) as error:
         row.correct, row.error = False, " ".join(str(error).split())[:300]

@@ -1,9 +1,9 @@
 """The benchmark of packed pages that an engine owns: decode from a block table, stores, and chunks over a prefix.
 
 Nothing is prepared outside a call: `decode_packed` reads lengths and blocks on the device, in its two launches. Decode
-calls are captured and replayed; the cache of the device is filled by reading before each sample, as in `decode`. Peers
-read as many tokens in bfloat16, contiguous (cuDNN), or in pages, bfloat16 and fp8 (FlashInfer). Cases ``ragged`` have
-32 requests of 256 to 32,768 tokens, which only FlashInfer takes without padding.
+calls are captured and replayed; the L2 cache is filled by reading before each sample, as in `decode`. Peers read as
+many tokens in bfloat16, contiguous (cuDNN), or in pages, bfloat16 and fp8 (FlashInfer). Cases named ``ragged`` have 32
+requests of 256 to 32,768 tokens, which only FlashInfer supports without padding.
 
 Stores (``store-*``) are in packed_stores.py, chunks of a prompt (``chunk-*``) in packed_chunks.py.
 """
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 import kvstrata
 from kvstrata import jit
-from kvstrata.attention.packed_ahead import kernels_needed
+from kvstrata.attention.packed_warmup import kernels_needed
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, runner, sets_for
 from kvstrata.tools.bench.attention import assert_close, read
@@ -30,15 +30,15 @@ from kvstrata.tools.bench.packed_stores import BLOCK_SIZE, store_case
 
 FORMATS = ("K8V8", "K4V4", "K4V2", "K3V3", "K2V2")
 FEW = ("K8V8", "K4V4", "K2V2")
-SECONDS = 2.0  # of sampling, at most
-LIMIT = 140.0  # seconds of a run, after which no case begins
+SECONDS = 2.0  # maximum seconds of sampling
+LIMIT = 140.0  # seconds after which no case begins
 SHORTEST, LONGEST = 256, 32768  # tokens of ragged requests
 
 
 def random_pages(
     fmt: Format, blocks: int, kv_heads: int, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Blocks of random codes with small scales: speed does not depend on what the codes say."""
+    """Blocks of random codes with small scales: speed does not depend on the values of codes."""
     per_block = BLOCK_SIZE // fmt.page_tokens
     size = (blocks, kv_heads, per_block * fmt.page_bytes)
     pages = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
@@ -49,7 +49,7 @@ def random_pages(
 
 
 class Inputs:
-    """One input set: packed blocks at shuffled places, a block table, lengths and queries."""
+    """One input set: packed blocks in shuffled order, a block table, lengths and queries."""
 
     def __init__(self, fmt: Format, shape: DecodeShape, lengths: list[int], device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -72,7 +72,7 @@ class Inputs:
 
 
 class RaggedRows:
-    """K and V of requests of different lengths in pages of bfloat16, and what a decode over them gives."""
+    """K and V of requests of different lengths in pages of bfloat16, and the expected output of a decode over them."""
 
     def __init__(self, shape: DecodeShape, lengths: list[int], q: torch.Tensor) -> None:
         self.q, self.lengths = q.unsqueeze(2), lengths
@@ -91,7 +91,7 @@ class RaggedRows:
 
 
 def ragged_lengths(requests: int) -> list[int]:
-    """Lengths at equal ratios, long and short ones in turn."""
+    """Lengths at equal ratios, alternating long and short ones."""
     steps = [SHORTEST * (LONGEST / SHORTEST) ** (i / max(requests - 1, 1)) for i in range(requests)]
     return [round(steps[i // 2 if i % 2 else -1 - i // 2]) for i in range(requests)]
 
@@ -138,7 +138,7 @@ def build(name: str, shape: DecodeShape, ragged: bool, sets: int, device: torch.
 
 
 def compile_ahead(device: torch.device) -> None:
-    """Compile the CUDA C++ kernels of all cases, side by side: one after the other they take minutes."""
+    """Compile the CUDA C++ kernels of all cases in parallel: one after the other they take minutes."""
     if device.type == "cuda":
         arch = jit.arch_of(device)
         kinds = [(Format.parse(name, 128), 4 if name == "K4V4" else 1) for name in FORMATS]

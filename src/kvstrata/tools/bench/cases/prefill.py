@@ -30,7 +30,7 @@ from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # heads of the first sequence compared with float32
 NEW, PREFIX = 512, 32256  # a chunk, and the tokens before it: 32k together
-SECONDS = 4.0  # of sampling, at most
+SECONDS = 4.0  # maximum seconds of sampling
 IDEAS = [(2, 8, 512, 64), (4, 16, 1024, 64)]  # fewer blocks than multiprocessors, and more than are resident
 
 
@@ -105,7 +105,7 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=job.q.device)
     ends = torch.arange(batch + 1, dtype=torch.int32, device=job.q.device) * length
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    try:  # compiles when a size is new
+    try:  # compiles for new sizes
         wrapper.plan(ends, ends, heads, job.kv_heads, dim, causal=job.causal, q_data_type=job.q.dtype)
     except RuntimeError as error:
         raise absent(error) from error
@@ -119,7 +119,7 @@ def flashinfer(jobs: list[PrefillJob]) -> Call:
 def _v2(jobs: list[PrefillJob]) -> Call:
     from kvstrata.tools.bench.baselines import prefill_v2
 
-    tensors, launches = [], []  # launches keep addresses only
+    tensors, launches = [], []  # launches only keep addresses
     for job in jobs:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (job.q, job.k, job.v))
         out = torch.empty_like(q)
@@ -135,7 +135,7 @@ def _v2(jobs: list[PrefillJob]) -> Call:
 
 def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, baseline: str) -> Bench:
     wanted = [_expected(job) for job in jobs]
-    written: dict[tuple[str, int], torch.Tensor] = {}  # a replay writes where it wrote before
+    written: dict[tuple[str, int], torch.Tensor] = {}  # a replay writes to the memory of its capture
 
     def poison(name: str, i: int) -> None:
         if (name, i) in written:
@@ -167,7 +167,7 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
                 contenders[backend] = lambda i, backend=backend: prefill.run(jobs[i], backend)[0]  # type: ignore[misc]
                 bench.variants.add(backend)
         attach(bench, "prefill", jobs)
-        if shape.length <= 512:  # of longer ones it is the same
+        if shape.length <= 512:  # for longer ones it is the same
             bench.host = {"kvstrata": contenders["kvstrata"]}
     return bench
 
@@ -191,7 +191,7 @@ def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
 
 
 def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_heads: int = 8) -> Bench:
-    """A chunk over a cache in K4V4: in parts, or all of it unpacked first and then SDPA with flash or cuDNN."""
+    """A chunk over a cache in K4V4: in parts, or unpacked completely first and then SDPA with flash or cuDNN."""
     dim = 128 if device.type == "cuda" else 64
     formats = tuple(Format.parse(name, dim) for name in ("K16V16", "K4V4"))
     counts = torch.zeros(1, kv_heads, 2, dtype=torch.int64)
@@ -247,6 +247,6 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     params = {"kind": "tiers", "D": dim, "T": prefix + NEW}
     name = f"tiers-K4V4-{prefix}+{NEW}"
     tiers = partial(build_tiers, prefix=prefix, heads=heads, kv_heads=kv_heads)
-    # the plain tokens are among the earlier ones, the new ones among the quantised
+    # plain tokens are among the earlier ones, new ones among the quantised
     cases.append(Case("prefill", name, params, moved, tiers, flops=flops, graph=cuda, seconds=SECONDS))
     return cases

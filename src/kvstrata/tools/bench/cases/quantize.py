@@ -1,7 +1,7 @@
 """The quantise benchmark: K and V rows in bfloat16 into whole pages of codes, all heads in one launch.
 
-The rows of a prompt: every page takes 64 consecutive tokens of one head, and every head has its centre. Bytes are rows
-read, pages written and the index of rows. ``plain`` cases leave the rotation out, to show what it costs.
+The rows of a prompt: every page has 64 consecutive tokens of one head, and every head has its centre. Bytes are rows
+read, pages written and the index of rows. ``plain`` cases skip the rotation, to show its cost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Inputs(Job):
         quantize_pages(**self._asdict(), backend=backend)
 
     def assert_quantised(self) -> None:
-        """Some pages code by code against the reference; all others must have been written."""
+        """Compare some pages code by code with the reference; all others must have been written."""
         f = self.format
         chosen = torch.linspace(0, len(self.pages) - 1, CHECKED, device=self.pool.device).long().unique()
         page = self.pool.view(-1, f.page_bytes)
@@ -69,7 +69,7 @@ class Inputs(Job):
             assert int(off.max()) <= 1, f"a code of {side} is off by more than one"
             assert float((off > 0).float().mean()) < 1e-3, f"too many codes of {side} are off by one"
         for a, b in zip(*(scales.unpack_scales(x[:, f.scale_offset :]) for x in (got, want)), strict=True):
-            assert torch.allclose(a.float(), b.float(), rtol=2e-2), "a scale is wrong"  # one code off moves it
+            assert torch.allclose(a.float(), b.float(), rtol=2e-2), "a scale is wrong"  # a code off by one changes it
         assert not (page[:, f.scale_offset :] == POISON).all(-1).any(), "a page was not written"
 
 

@@ -1,9 +1,9 @@
-"""The replay benchmark: a decode step's metadata into the buffers of a captured graph, by every way the notes name.
+"""The replay benchmark: a decode step's metadata into the buffers of a captured graph, by every method in the notes.
 
 ``fa`` are the six copies of FA-style metadata, ``nsa`` the eight of NSA-style, both into buffers of 256 rows and 8,192
 columns. ``vectors`` are copies of one size into buffers of that size: one, two, and the note's seven of 32 elements.
-Cases named ``-graph`` capture each contender first: the device alone. In the others every contender is called
-from Python, and what a call costs the host is measured beside it.
+Cases named ``-graph`` capture each contender first and time the device alone. In the others every contender is called
+from Python, and its host time is measured as well.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NSA = (
     "cache_seqlens", "cu_seqlens_k", "page_indices", "nsa_cache_seqlens", "nsa_cu_seqlens_k", "seqlens_expanded",
     "real_page_table", "flashmla_metadata",
 )  # fmt: skip
-TABLES = {"page_table": 1, "page_indices": 1, "real_page_table": 64}  # columns of the page table to one of theirs
+TABLES = {"page_table": 1, "page_indices": 1, "real_page_table": 64}  # ratio of the page table's columns to theirs
 OFFSETS = ("cu_seqlens_k", "nsa_cu_seqlens_k")
 
 
 @dataclass(frozen=True)
 class Style:
-    """Copies of a step: ``fa`` or ``nsa`` of a batch and columns of its page table, or ``rows`` vectors of a size."""
+    """Copies of a step: ``fa`` or ``nsa`` for a batch and columns of its page table, or ``rows`` vectors of a size."""
 
     kind: str
     rows: int
@@ -88,7 +88,7 @@ class Inputs:
         self.style, self.device, self.names = style.kind, device, style.names
         self.rows, self.columns = style.columns if style.kind == "vectors" else style.rows, style.columns
         self.on_host = [torch.randint(0, 1 << 30, shape, generator=generator).int() for shape in shapes_of(style)]
-        if style.kind == "nsa":  # offsets begin with a zero that stays where it is
+        if style.kind == "nsa":  # offsets begin with a zero that is not copied
             for name, tensor in zip(self.names, self.on_host, strict=True):
                 if name in OFFSETS:
                     tensor[0] = 0
@@ -103,7 +103,7 @@ class Inputs:
                 buffer[0] = 0
 
     def assert_copied(self) -> None:
-        """Every byte of the buffers: the step in the corner, poison everywhere else."""
+        """Compare every byte of the buffers: the step in the corner, poison everywhere else."""
         for name, source, buffer in zip(self.names, self.src, self.dst, strict=True):
             want = torch.full_like(buffer.view(torch.uint8), POISON).view(torch.int32)
             want[tuple(slice(0, n) for n in source.shape)] = source
@@ -111,7 +111,7 @@ class Inputs:
 
 
 def _sliced(inputs: Sequence[Inputs]) -> Call:
-    """One slice and one ``.copy_`` per tensor, as engines do it."""
+    """One slice and one ``.copy_`` per tensor, as in engines."""
 
     def run(i: int) -> None:
         one = inputs[i]
@@ -136,7 +136,7 @@ def _pre_sliced(inputs: Sequence[Inputs]) -> Call:
 
 
 def _cat(inputs: Sequence[Inputs]) -> Call:
-    """The note's flattening: all sources into one buffer, and out of it again."""
+    """The note's flattening: all sources are copied into one buffer, and out of it again."""
     flat = torch.empty(sum(s.numel() for s in inputs[0].src), dtype=torch.int32, device=inputs[0].device)
 
     def run(i: int) -> None:
@@ -150,7 +150,7 @@ def _cat(inputs: Sequence[Inputs]) -> Call:
 
 
 def _streams(inputs: Sequence[Inputs]) -> Call:
-    """One stream a copy."""
+    """One stream per copy."""
     streams = [torch.cuda.Stream(inputs[0].device) for _ in inputs[0].views]
 
     def run(i: int) -> None:
@@ -195,7 +195,7 @@ def _captured(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _replays(inputs: Sequence[Inputs]) -> dict[str, Call]:
-    """Graphs of which the copies are a node: from fixed addresses, from pinned memory, and one without copies."""
+    """Graphs with the copies as a node: from fixed addresses, from pinned memory, and one without copies."""
     plans = [CopyPlan(one.dst, one.src, backend="cuda") for one in inputs]
     stages = [HostStage(one.dst) for one in inputs]
     nodes = [stage.node() for stage in stages]
@@ -210,7 +210,7 @@ def _replays(inputs: Sequence[Inputs]) -> dict[str, Call]:
         staged[i].replay()
 
     def in_place(i: int) -> None:
-        stages[i].views()  # the slot that is next holds this step already: it was written twice
+        stages[i].views()  # the next slot already holds this step: it was written twice
         stages[i].commit(shapes[i])
         staged[i].replay()
 
@@ -257,7 +257,7 @@ def build(style: Style, sets: int, graph: bool, device: torch.device) -> Bench:
             bench.host["empty graph"] = replays.pop("empty graph")
             bound = [CopyPlan(one.dst, one.src, backend="cuda") for one in inputs]
             for plan in bound:
-                plan.run()  # its parameters stay as they are from here on
+                plan.run()  # its parameters do not change from here on
             replays["bare launch"] = lambda i: bound[i]._groups[0].go()
             variants |= replays
     contenders.update(variants)

@@ -1,11 +1,11 @@
-"""The serve benchmark: steps of a served model at Llama-3.1-8B shapes, settling and attention mass included.
+"""The serve benchmark: steps of a served model at Llama-3.1-8B shapes, including settling and attention mass.
 
     serve-B32-16384-0.25   wall-clock time of as many steps as contain a few settlings of every request: `mean` and
-                           `slowest` tell what these cost. While the graph of a step runs, the host advances the cache
+                           `slowest` show their cost. While the graph of a step runs, the host advances the cache
                            for the next one.
 
-`no advance` is the step without `TieredCache.advance`, over the same state again and again. The decoder is that of the
-step benchmark; 16 bit is a cache that never settles.
+`no advance` is the step without `TieredCache.advance`, repeated over the same state. The decoder is that of the step
+benchmark; 16 bit is a cache that never settles.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def build(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
 
     def check(name: str, i: int, out: list[int]) -> None:
-        """Over the state that is left the same tokens come out in two ways, and the budget holds."""
+        """The same state gives the same tokens by both methods, and the budget holds."""
         memory = decoder.cache.memory()
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
         assert len(out) == shape.batch, "tokens are missing"
-        fused, again = (decoder.run(way).tolist() for way in ("fused", "unfused"))
+        fused, again = (decoder.run(method).tolist() for method in ("fused", "unfused"))
         assert fused == again, f"{sum(map(int.__ne__, fused, again))} of {len(fused)} tokens are others"
 
     calls: dict[str, Call] = {

@@ -1,13 +1,14 @@
 """The settle benchmark: whole operations of a cache (`bench.whole`), and their kernels alone.
 
-``settle`` cases have 16,384 tokens a request and 8 KV heads of 128; a twentieth of all tokens goes down a tier, chosen
-at random. Timed are the moves of all layers together, given their lists, phase by phase.
-Bytes are those of the tokens that move, read and written once, fillers among them; lists of moves are not counted.
-``with lists`` also fills the lists and updates the tables: all launches of a settling. ``with plan`` also counts, which
-the host waits for, and prepares the launches; the pages are allocated.
-The baseline goes layer by layer through chains of moves (moves.py). ``append`` cases write one token for each request
-and all heads, beside ``store_kv`` of the same rows: ``kvstrata`` is the kernel with its arguments worked out,
-``append`` all of `TieredCache.append` to a cache that grows.
+``settle`` cases have 16,384 tokens per request and 8 KV heads of 128; a twentieth of all tokens, chosen at random,
+moves down a tier. The time is that of the moves of all layers together, given their lists, phase by phase. Bytes are
+those of the tokens that move, including fillers, read and written once; lists of moves are not counted. ``with lists``
+also
+fills the lists and updates the tables: all launches of a settling. ``with plan`` also counts, which the host waits for,
+and prepares the launches; the pages are already allocated. The baseline processes chains of moves layer by layer
+(moves.py). ``append`` cases write one token for each request and all heads, and are compared with ``store_kv`` of the
+same rows: ``kvstrata`` is the kernel with prepared arguments, ``append`` all of `TieredCache.append` to a cache that
+grows.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from kvstrata.tools.bench.render import verdict
 from kvstrata.tools.bench.results import Report
 
 POISON = 0xFF
-LONGEST = 1 << 15  # tokens of a request, more than an append is repeated
-LIMIT = 130.0  # seconds of a run, after which no case begins
+LONGEST = 1 << 15  # tokens per request; more than an append is repeated
+LIMIT = 130.0  # seconds after which no case begins
 CHECKED = 1024  # moves of a layer compared with the reference
 TIERS = ("K16V16", "K4V4", "K2V2")
-SHARES = (0.1, 0.5, 0.4)  # of the tokens, before
+SHARES = (0.1, 0.5, 0.4)  # shares of the tokens per tier, before
 
 
 class Planned(NamedTuple):
@@ -113,7 +114,7 @@ class State:
             packed, plan = layer.job.packed, layer.moves
             packed[:, 3] = self.buckets.handles_at(self._table_offsets(index), plan.bucket, plan.slot, after)
             self.moved += int((size[packed[:, 2].long()] + size[packed[:, 5].long()]).sum())
-        self.tables = tables  # before the moves
+        self.tables = tables  # tables before the moves
         self.buckets.page_table, self.buckets.count = (x.clone() for x in tables)
         self.settling: Settling | None = None
         if missing("cuda", device) is None:
@@ -122,12 +123,12 @@ class State:
             self.starts = torch.zeros(groups * len(formats), dtype=torch.int64, device=device)
             self.starts[every.head_cache[first] * len(formats) + every.tier[first]] = first
             self.settling = self.plan()
-            self.listed = self.plan()  # positions in its lists are those of the pages as they are now
+            self.listed = self.plan()  # its lists refer to the pages as they are now
             self.listed.lists.run()
             self.rewind()
         self.saved = [None if s is None else s.clone() for s in self.pool.slabs]
         self.expected: list[tuple[torch.Tensor, repack_reference.Taken]] = []
-        self.ran = False  # True if the tables on the device are those after the moves
+        self.ran = False  # True if the device's tables are those after the moves
 
     def _fill(self) -> None:
         """Fill the slabs with pages of random rows; one slab of them, repeated."""
@@ -151,7 +152,7 @@ class State:
         """Plan a layer's moves; their destination pages are filled in once allocated."""
         tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.page_formats)
         dice = torch.rand(len(tokens), generator=self.random, device=self.device)
-        # A twentieth of all tokens: of the plain ones, and where asked for a part of those of the middle tier.
+        # A twentieth of all tokens: of the plain ones, and if requested part of those of the middle tier.
         chances = torch.tensor([0.05 * (1 - self.lossy) / SHARES[0], 0.05 * self.lossy / SHARES[1], 0.0])
         target = torch.where(dice < chances.to(self.device)[tokens.tier], tokens.tier + 1, tokens.tier)
         before = self.pool.to_device(self.buckets.host_count[:, layer].reshape(-1).astype(np.int64))
@@ -190,7 +191,7 @@ class State:
             self.expected.append((checked, repack_reference.take(job._replace(packed=job.packed[checked]))))
 
     def rewind(self) -> None:
-        """Restore the tables: the launches change them, and move tokens from where the tables say that they are."""
+        """Restore the tables: the launches change them, and move tokens from where the tables say they are."""
         for table, saved in zip((self.buckets.page_table, self.buckets.count), self.tables, strict=True):
             table.copy_(saved)
         self.ran = False
@@ -223,8 +224,8 @@ class State:
             self.listed.moves.run()
 
     def run_whole(self, plan: bool) -> None:
-        """Run all launches of a settling; ``plan`` prepares them, too."""
-        if self.ran:  # the call before was not rewound
+        """Run all launches of a settling; with ``plan`` also prepare them."""
+        if self.ran:  # the previous call was not rewound
             self.rewind()
         settling = self.plan() if plan else self.settling
         assert settling is not None
@@ -285,7 +286,7 @@ class Appends:
             self.cache.buckets, 0, ids, np.ones_like(ids), before, count, self.k, self.v,
             np.zeros(requests, np.float32), None, self.cache._device_lengths,
         )  # fmt: skip
-        # Calls that are not rewound go on to the next slots; whichever page that is, it is this one.
+        # Calls that are not rewound continue with the next slots; every page table entry is this one page.
         self.cache.buckets.page_table[:, 0, :, 0] = self.cache.buckets.page_table[:, 0, :, 0, :1].clone()
         self.count = self.cache.buckets.count[:, 0, :, 0].clone()
         self.length = self.cache._device_lengths[:, 0].clone()
@@ -306,7 +307,7 @@ class Appends:
         self.rewind()
 
     def rewind(self) -> None:
-        """Counts and lengths as before, so that the next call writes the same slots."""
+        """Restore counts and lengths, so that the next call writes the same slots."""
         self.cache.buckets.count[:, 0, :, 0] = self.count
         self.cache._device_lengths[:, 0] = self.length
 
@@ -372,16 +373,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
             moved = bytes_of(many * tokens * layers * heads, dim, lossy)
             case = f"settle-{name}-{many}x{tokens}x{layers}"
             listed.append(Case("settle", case, params, moved, partial(build_settle, state, moved), seconds=3.0))
-    return [*whole.cases(device, quick), *listed]  # a run that is cut short has the whole operations
+    return [*whole.cases(device, quick), *listed]  # a run that is cut short has the complete operations
 
 
 run = partial(runner.run, seconds=LIMIT)
 
 
 def bytes_of(tokens: int, dim: int, lossy: float) -> int:
-    """Expected bytes of the moves: a twentieth of the tokens goes down, and fillers take the holes they leave.
+    """Expected bytes of the moves: a twentieth of the tokens moves down, and fillers take the holes they leave.
 
-    Of the plain tokens half leave, so half of the holes are before the new end; of the middle tier as many as come.
+    Half of the plain tokens leave, so half of the holes are before the new end; in the middle tier as many as arrive.
     """
     plain, middle, low = (Format.parse(name, dim).bytes_per_token + 6 for name in TIERS)
     down = 0.05 * (1 - lossy)
@@ -394,7 +395,7 @@ def bytes_of(tokens: int, dim: int, lossy: float) -> int:
 
 
 def summary(report: Report) -> str:
-    """The verdict, and median, mean and slowest of whole operations, which settle at times."""
+    """The verdict, and median, mean and slowest time of complete operations, some of which settle."""
     lines = [verdict(report)]
     for case in report.cases:
         row = case.row("ours")

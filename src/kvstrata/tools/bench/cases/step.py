@@ -1,14 +1,14 @@
-"""The step benchmark: a whole decode step, captured, with its metadata brought into the graph in every way there is.
+"""The step benchmark: a complete decode step, captured, with every method of updating the graph's metadata.
 
 The step is that of `examples/engine.py` (`kvstrata.hf.step`): GEMMs by torch, `TieredCache.write` and
 `decode_attention` in every layer, at the shapes of Llama-3.1-8B with random weights. Contexts are random K and V. Two
 cases for each batch:
 
-    step-B32-4096-16bit      wall-clock time of a step as an engine runs it: advance the cache, bring ids, positions
-                             and requests, replay, read the tokens. Contexts grow by one token a step, for all alike.
+    step-B32-4096-16bit      wall-clock time of a step as an engine runs it: advance the cache, upload ids, positions
+                             and requests, replay, read the tokens. Contexts grow by one token per step.
     step-B32-4096-16bit-gpu  device time of the metadata and the replay, over the same state each time; `replay` is
-                             the graph alone, so what is beyond it is the metadata's share. Requests do not grow, so
-                             no layer observes.
+                             the graph alone, so the rest is the metadata's share. Requests do not grow, so no layer
+                             observes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvstrata.tools.bench import Bench, Case
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.machine import release
 
-OBSERVED = 2  # layers of a step whose mass becomes importance, where there is a budget
-GROWTH = 1024  # tokens that a request may grow by while samples are taken
+OBSERVED = 2  # layers per step whose mass is added to importance, if there is a budget
+GROWTH = 1024  # tokens that a request may grow by during sampling
 INPUTS = ("ids", "positions", "requests")
-# How metadata gets into the graph: the options of a runner.
+# How metadata gets into the graph: options of a runner.
 WAYS: dict[str, dict[str, Any]] = {
     "fused": dict(staging="copy", fused=True),
     "unfused": dict(staging="copy", fused=False),
@@ -53,7 +53,7 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Numbers that a step reads; of the embedding it reads a row a token."""
+        """Weights that a step reads; of the embedding one row per token."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.mlp) + self.vocab * self.hidden
 
@@ -78,12 +78,12 @@ class Shape:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request: at different places of their pages, so that not all need a new one at once."""
+        """Tokens of each request: at different fill levels of their pages, so that not all need a new one at once."""
         return [self.context - 7 * i % self.page_tokens for i in range(self.batch)]
 
     @property
     def bytes(self) -> int:
-        """Weights, and K and V of the contexts as the budget has them."""
+        """Bytes of weights, and of K and V of the contexts under the budget."""
         one = 2 * self.model.layers * self.model.kv_heads * self.model.head_dim
         return 2 * self.model.weights + int(2 * one * sum(self.lengths) * (self.budget or 1.0))
 
@@ -105,7 +105,7 @@ def model_of(sizes: Model, device: torch.device) -> Any:
 
 
 class Decoder:
-    """Requests with filled contexts, and a captured step for each way to bring its metadata."""
+    """Requests with filled contexts, and a captured step for each method of updating its metadata."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         from kvstrata.hf.step import decode_step
@@ -130,10 +130,10 @@ class Decoder:
             ).capture()
             for name, options in WAYS.items()
         }
-        # Metadata as the host has it; on the device it is one copy, of which the inputs are rows.
+        # Metadata on the host; on the device it is one copy, whose rows are the inputs.
         self.host = torch.zeros(3, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.host[0] = torch.randint(0, sizes.vocab, (batch,), generator=torch.Generator().manual_seed(0))
-        self.host[1] = torch.tensor(shape.lengths) - 1  # of the newest token
+        self.host[1] = torch.tensor(shape.lengths) - 1  # position of the newest token
         self.host[2] = torch.arange(batch)
         self.on_device = torch.zeros_like(self.host, device=device)
         self.host_rows = dict(zip(INPUTS, self.host.unbind(), strict=True))
@@ -152,29 +152,29 @@ class Decoder:
         self.cache.advance(self.requests)
         self.host[1] += 1
 
-    def run(self, way: str) -> torch.Tensor:
-        """Bring the metadata that way, replay, and return the next tokens: views of the runner's memory."""
-        runner = self.runners[way]
-        if way == "host-staged":
+    def run(self, method: str) -> torch.Tensor:
+        """Update the metadata by the given method, replay, and return the next tokens: views of the runner's memory."""
+        runner = self.runners[method]
+        if method == "host-staged":
             return runner(**self.host_rows)
-        if way == "in graph":
+        if method == "in graph":
             for name, row in self.host_rows.items():
                 runner.staged[name].copy_(row, non_blocking=True)
             return runner.replay(self.batch)
         self.on_device.copy_(self.host, non_blocking=True)
         return runner(**self.device_rows)
 
-    def step(self, way: str) -> list[int]:
-        """A step as an engine runs it; its tokens are the next step's."""
+    def step(self, method: str) -> list[int]:
+        """A step as an engine runs it; its tokens are the inputs of the next step."""
         self.advance()
-        tokens: list[int] = self.run(way).tolist()
+        tokens: list[int] = self.run(method).tolist()
         self.host[0] = torch.tensor(tokens)
         return tokens
 
-    def step_ahead(self, way: str) -> list[int]:
+    def step_ahead(self, method: str) -> list[int]:
         """A step whose room was made before: replay, make room for the next one meanwhile, read the tokens."""
-        tokens = self.run(way)
-        copy = self.host.clone()  # the other one may still be on its way
+        tokens = self.run(method)
+        copy = self.host.clone()  # the previous copy may still be in flight
         self.host = copy.pin_memory() if self.device.type == "cuda" else copy
         self.host_rows = dict(zip(INPUTS, self.host.unbind(), strict=True))
         self.advance()
@@ -194,10 +194,10 @@ _built: dict[tuple[Shape, torch.device], Decoder] = {}
 
 
 def decoder_of(shape: Shape, device: torch.device) -> Decoder:
-    """The decoder of a shape, kept until another is asked for: both cases of a shape share it."""
+    """The decoder of a shape, kept until another is requested: both cases of a shape share it."""
     if (shape, device) not in _built:
         _built.clear()
-        release(device)  # the cache of the last one may be most of the memory
+        release(device)  # the previous cache may take most of the memory
         _built[shape, device] = Decoder(shape, device)
     return _built[shape, device]
 
@@ -206,18 +206,18 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     ids: list[torch.Tensor] = []  # of the last step
 
-    def step(way: str, i: int) -> list[int]:
+    def step(method: str, i: int) -> list[int]:
         ids[:] = [decoder.host[0].clone()]
-        return decoder.step(way)
+        return decoder.step(method)
 
     def check(name: str, i: int, out: list[int]) -> None:
-        """Over the same state, with metadata brought by plain copies, the same tokens come out."""
+        """The same state with metadata from plain copies must give the same tokens."""
         decoder.host[0] = ids[0]
         again = decoder.run("unfused").tolist()
         decoder.host[0] = torch.tensor(out)
         assert out == again, f"{sum(map(int.__ne__, out, again))} of {len(out)} tokens are others"
 
-    calls: dict[str, Call] = {way: partial(step, way) for way in WAYS}
+    calls: dict[str, Call] = {method: partial(step, method) for method in WAYS}
     return Bench(
         contenders=calls,
         poison=lambda name, i: decoder.spoil(),
@@ -232,10 +232,10 @@ def build_gpu(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
     wanted = decoder.run("unfused").clone()
 
-    def run(way: str, i: int) -> torch.Tensor:
-        return decoder.run(way)
+    def run(method: str, i: int) -> torch.Tensor:
+        return decoder.run(method)
 
-    calls: dict[str, Call] = {way: partial(run, way) for way in WAYS}
+    calls: dict[str, Call] = {method: partial(run, method) for method in WAYS}
     calls["replay"] = lambda i: decoder.runners["fused"].replay(decoder.batch)
 
     def poison(name: str, i: int) -> None:
@@ -262,7 +262,7 @@ Build = Callable[[Shape, torch.device], Bench]
 
 
 def cases_of(shape: Shape) -> list[Case]:
-    """Device time, then wall-clock time: contexts grow in the second."""
+    """Device time first, then wall-clock time, which grows the contexts."""
     kinds: list[tuple[str, Build, bool]] = [("-gpu", build_gpu, False), ("", build_wall, True)]
     return [
         Case(

@@ -1,4 +1,4 @@
-"""The store benchmark: K and V rows at random slots of paged caches, against the note's baseline and other libraries.
+"""The store benchmark: K and V rows at random slots of paged caches, with the note's kernel and libraries as peers.
 
 Cases named ``fresh`` write the rows just before the store, as the projection before it does in a model, so that they
 are in the L2; in all others every input comes from memory. ``overlap`` stores on a side stream while attention runs.
@@ -25,7 +25,7 @@ from kvstrata.tools.bench.clock import Call
 
 PAGE = 16
 POISON = 0xFF
-ALIGNED = 0  # address bits: tensors of their own
+ALIGNED = 0  # address bits of separately allocated tensors
 VARIANTS = ("triton", "cuda_direct", "cuda_staged", "cuda_bulk")
 BASELINES = Path(__file__).parent.parent / "baselines"
 
@@ -69,7 +69,7 @@ KINDS = (
 
 
 class Inputs:
-    """One input set: rows, paged caches of at least twice as many slots, random slots, scales where fp8 is made."""
+    """One input set: rows, paged caches of at least twice as many slots, random slots, scales for fp8."""
 
     def __init__(self, kind: Kind, tokens: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -108,7 +108,7 @@ class Inputs:
             cache.view(torch.uint8).fill_(POISON)
 
     def assert_stored(self) -> None:
-        """Every byte of the caches: the rows where they belong, poison everywhere else."""
+        """Compare every byte of the caches: the rows where they belong, poison everywhere else."""
         for side, x, cache, scale in zip("kv", self.rows, self.caches, self.scales, strict=False):
             want = torch.full_like(cache.view(torch.uint8), POISON).view(cache.dtype)
             if x.dtype != cache.dtype:
@@ -135,7 +135,7 @@ def _index_put(inputs: Sequence[Inputs]) -> Call:
 
 @peer("store", "index_copy")
 def index_copy(inputs: Sequence[Inputs]) -> Call:
-    """``index_copy_`` on the caches seen as flat slots."""
+    """``index_copy_`` on the caches viewed as flat slots."""
     kind = inputs[0].kind
     if kind.layout != "NHD" or kind.source != kind.cache:
         raise Absent("index_copy_ takes flat slots of one dtype")
@@ -192,7 +192,7 @@ def _note(inputs: Sequence[Inputs]) -> Call:
 
 
 def planned(inputs: Sequence[Inputs], config: store_cuda.Config | None = None) -> Call:
-    """A planned launch, of the kernel that ``auto`` picks without a ``config``: one driver call, nothing checked."""
+    """A planned launch, without a ``config`` of the kernel that ``auto`` picks: one driver call, nothing checked."""
     one = inputs[0]
     task = check(one.tensors, one.kind.layout)
     jit.bind_context(one.slot_mapping.get_device())
@@ -229,7 +229,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
         contenders["note"] = _note(inputs)
         bench.baseline = "note"
     if "cuda_direct" in contenders and tokens == 256 and not fresh:
-        contenders["bare launch"] = planned(inputs)  # checked as the others are
+        contenders["bare launch"] = planned(inputs)  # checked like the others
         bench.variants.add("bare launch")
         bench.host = {name: contenders[name] for name in ("kvstrata", "bare launch", "note") if name in contenders}
     attach(bench, "store", inputs)
@@ -239,7 +239,7 @@ def build(kind: Kind, tokens: int, sets: int, fresh: bool, device: torch.device)
 
 
 def build_overlap(kind: Kind, tokens: int, sets: int, device: torch.device) -> Bench:
-    """Attention of one layer (32 requests, 4,096 keys, GQA 4) and the store of the next, in turn or side by side."""
+    """Attention of one layer (32 requests, 4,096 keys, GQA 4) and the store of the next, in sequence or in parallel."""
     inputs = [Inputs(kind, tokens, device, seed) for seed in range(sets)]
     q = torch.randn(32, 32, 1, kind.dim, device=device, dtype=kind.source)
     k, v = (torch.randn(32, 8, 4096, kind.dim, device=device, dtype=kind.source) for _ in range(2))

@@ -1,13 +1,13 @@
-"""The vllm benchmark: vLLM at Llama-3.1-8B shapes with kvstrata's pages beside its own FlashAttention.
+"""The vllm benchmark: vLLM at Llama-3.1-8B shapes with kvstrata's pages and with its own FlashAttention.
 
     B32-8192         decode steps of 32 requests with contexts of 8,192 tokens, as CUDA graphs
-    largest-32768    the most requests with 32,768 tokens that fit LARGEST bytes of cache in each format
+    largest-32768    as many requests with 32,768 tokens as fit LARGEST bytes of cache in each format
     prompt-32768     prompts that are computed, in chunks of 8,192 tokens
 
-Times are microseconds per token, generated or of prompts, so their inverse is the throughput: with batches of different
-sizes too. Every contender is an engine in a process of its own, one after the other, with the same random weights and a
-cache of the same bytes, filled with random rows (`vllm_child`). Before the timing its tokens are compared with those of
-bfloat16 where the format has 8 bits, and with its own attention in float32 otherwise (`vllm_check`).
+Times are microseconds per token, generated or of prompts, so their inverse is the throughput, also for batches of
+different sizes. Every contender is an engine in its own process, one after the other, with the same random weights and
+a cache of the same bytes, filled with random rows (`vllm_child`). Before the timing its tokens are compared with those
+of bfloat16 if the format has 8 bits, otherwise its attention is compared with float32 (`vllm_check`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ QUICK = (BASELINE, OURS)
 TABLE = {"columns": "case,contender,batch,step,tokens,interval,speedup,vs_peer,capacity"}
 STEPS = [(32, 8192), (16, 32768), (None, 32768), (1, 2048)]  # None: as many as fit
 PROMPTS = [(8, 8192), (2, 32768)]
-SECONDS = 150  # of one engine; starting takes most of it
-# Nats by which the best logprobs may differ from those of bfloat16; tokens of a wrong cache are 10 and more away.
+SECONDS = 150  # time limit of one engine; starting takes most of it
+# Nats by which the best logprobs may differ from those of bfloat16; a wrong cache is off by 10 and more.
 TOLERANCE = 4.0
 EAGER_TOLERANCE = 1.0  # nats between steps with and without CUDA graphs
-ERROR = 0.02  # relative error of a layer's attention against float32 on the same bytes; bfloat16 outputs are 0.003 away
+ERROR = 0.02  # relative error of a layer's attention against float32 on the same bytes; that of bfloat16 is 0.003
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 def case_of(shape: Shape) -> Case:
-    """A case; its bytes are those of the K and V that a step of ours reads or a prompt writes."""
+    """A case; its bytes are the K and V that a step of ours reads or a prompt writes."""
     batch = batch_of(shape, OURS)
     params = {"what": shape.what, "B": shape.batch or "largest", "T": shape.tokens}
     return Case("vllm", shape.name, params, batch * shape.tokens * token_bytes(OURS), wall=True)
@@ -117,7 +117,7 @@ def run(
     sizes = {"cache_bytes": CACHE, "largest_bytes": LARGEST}
     method = {"quick": quick, "only": only, **sizes, "how": "samples in turn"}
     report = new_report("vllm", Timer(device), method, revision)
-    release(device)  # the timer's buffer, too
+    release(device)  # also frees the timer's buffer
     for case in chosen:
         params = {**case.params, "batch": {}, "cache_tokens": {}}
         report.cases.append(CaseResult(case.name, params, case.bytes, 0, 1, True))
@@ -133,9 +133,9 @@ def run(
             add(case_result, engine, shape, told, wrong)
             compare(case_result)
         after_case(report)
-        said = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
-        said += f", error {told['error']:.1e}" if "error" in told else ""
-        print(f"{engine}: {said}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        summary = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
+        summary += f", error {told['error']:.1e}" if "error" in told else ""
+        print(f"{engine}: {summary}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return report
 
 
@@ -151,20 +151,20 @@ def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str |
     }  # fmt: skip
     command = [sys.executable, "-m", "kvstrata.tools.bench.vllm_child", json.dumps(given)]
     try:
-        said, code = child.run(command, SECONDS)
-        failed = f"exit code {code}: " + " / ".join(said.strip().splitlines()[-3:])[-600:]
+        output, code = child.run(command, SECONDS)
+        failed = f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:])[-600:]
     except child.Late as late:
-        said, failed = late.output, str(late)
-    lines = [line for line in said.splitlines() if line.startswith(MARK)]  # one after each case
+        output, failed = late.output, str(late)
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]  # one per case
     return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
 
 def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]], tolerance: float = TOLERANCE) -> str | None:
-    """Sentence if the tokens that were decoded are not those of the reference, within ``tolerance``; else None."""
+    """Error message if the decoded tokens differ from the reference by more than ``tolerance``; else None."""
     worst, compared = 0.0, 0
     for want, got in zip(reference, told, strict=False):
         if want["first"] != got["first"]:
-            continue  # two tokens of the prompt's end were as good as each other
+            continue  # two tokens at the prompt's end were equally likely
         compared += 1
         best = sorted(want["second"], key=want["second"].get, reverse=True)[:3]
         worst = max(worst, *(abs(want["second"][t] - got["second"].get(t, -math.inf)) for t in best))
@@ -174,7 +174,7 @@ def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]], tole
 
 
 def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) -> str | None:
-    """Sentence if an engine's tokens or attention are wrong; else None."""
+    """Error message if an engine's tokens or attention are wrong; else None."""
     if ENGINES[engine][0] == "CUSTOM":
         if not told["compared"]:
             return "no attention was compared with the reference"
@@ -182,7 +182,7 @@ def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) 
             return f"attention is {told['error']:.1e} from float32 on the same bytes"
         if graphs := difference(told["eager"], told["probe"], EAGER_TOLERANCE):
             return f"with CUDA graphs: {graphs}"
-    wide = ENGINES[engine][1] in (None, "fp8", "K8V8")  # narrower ones differ from bfloat16 by their rounding
+    wide = ENGINES[engine][1] in (None, "fp8", "K8V8")  # narrower formats differ from bfloat16 by their rounding
     return difference(reference, told["probe"]) if wide else None
 
 

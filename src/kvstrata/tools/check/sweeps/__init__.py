@@ -1,8 +1,8 @@
-"""Small random trials of every op through its public functions, each against plain torch that shares nothing with it.
+"""Small random trials of every op through its public functions, each against plain torch that shares no code with it.
 
-A module ``sweeps/<op>.py`` has ``trial(draw, backend) -> str``, which raises AssertionError or says what it tried;
-``BACKENDS`` it can be asked for; and ``SANITIZED``, those that compute-sanitizer watches. A trial is made of a seed
-alone, so a failure can be repeated. Shapes are small and odd: ragged, empty, strided, padded.
+A module ``sweeps/<op>.py`` has ``trial(draw, backend) -> str``, which raises AssertionError or describes what it tried;
+``BACKENDS`` that it supports; and ``SANITIZED``, those that run under compute-sanitizer. A trial is determined by its
+seed, so a failure can be repeated. Shapes are small and odd: ragged, empty, strided, padded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from .draw import Draw, Refused
 
 COMMON = ("draw", "oracle", "__main__")
-FEWEST = 4  # trials, however long they take
+FEWEST = 4  # minimum number of trials, however long they take
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`error` is None for a trial that passed, `refused` says why one was not made."""
+    """`error` is None for a trial that passed; `refused` is the reason why one was not run."""
 
     backend: str
     seed: int
@@ -64,7 +64,7 @@ def backends(op: str, device: torch.device) -> dict[str, str | None]:
 
 
 def run(op: str, device: torch.device, backend: str, seeds: range, seconds: float = math.inf) -> Iterator[Outcome]:
-    """One trial a seed, until the time is up; what a trial raises becomes its outcome."""
+    """One trial per seed, until the time is up; exceptions of a trial become its outcome."""
     trial, end = find(op).trial, time.monotonic() + seconds
     for number, seed in enumerate(seeds):
         if number >= FEWEST and time.monotonic() > end:

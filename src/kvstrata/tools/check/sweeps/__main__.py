@@ -1,4 +1,4 @@
-"""The child that runs a sweep, or that compute-sanitizer watches: some trials of an op, exit code 1 if one fails.
+"""The child process of a sweep or of compute-sanitizer: some trials of an op, exit code 1 if one fails.
 
 python -m kvstrata.tools.check.sweeps store cuda --backend cuda --trials 8
 """
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of a backend; a few trials are made anyway")
     parser.add_argument("--fill", action="store_true", help="leave nothing as torch.empty found it")
     given = parser.parse_args()
-    if given.fill:  # a kernel that loads whole pages may load slots without a token, which initcheck is not asked about
+    if given.fill:  # a kernel that loads whole pages may load slots without a token, which initcheck must not report
         torch.use_deterministic_algorithms(True, warn_only=True)
     completed = failed = 0
     seeds = range(given.first, given.first + given.trials)

@@ -1,4 +1,4 @@
-"""decode_attention: queries over a ragged tiered cache, against dense attention over what the cache says it holds."""
+"""decode_attention: queries over a ragged tiered cache, against dense attention over what `gather` returns."""
 
 from __future__ import annotations
 

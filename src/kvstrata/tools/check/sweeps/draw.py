@@ -15,20 +15,20 @@ POISON = 0xFF
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DIMS = (32, 48, 64, 80, 128)
-# Relative error that a whole output may have: products in the dtype, K and V rounded to it when they are gathered.
+# Relative error that a complete output may have: products in the dtype, K and V rounded to it when they are gathered.
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Relative error that a Gaussian row of at least 32 values may have in so many bits; the usual one is half of it.
+# Relative error that a Gaussian row of at least 32 values may have by bits; typical errors are half as large.
 WORST = {16: 0.0, 32: 0.0, 8: 0.02, 4: 0.3, 3: 0.5, 2: 0.75}
-AGAIN = 1.5  # as much for a row that was quantised before, to more bits
+AGAIN = 1.5  # factor for a row that was quantised before, to more bits
 
 
 class Refused(Exception):
-    """The backend does not support such a call, which is no failure."""
+    """The backend does not support such a call; this is not a failure."""
 
 
 @contextmanager
 def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
-    """Turn an error of a kind that says one of these words into `Refused`."""
+    """Turn an error of this kind whose message contains one of these words into `Refused`."""
     try:
         yield
     except kind as error:
@@ -38,10 +38,10 @@ def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
 
 
 class Draw:
-    """Random choices and tensors of one seed; tensors are made on the CPU, so that they are the same everywhere."""
+    """Random choices and tensors of one seed; tensors are created on the CPU, so that they are the same everywhere."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.random = random.Random(str(seed))  # a string is hashed: small numbers give similar first choices
+        self.random = random.Random(str(seed))  # a string is hashed: small numbers would give similar first choices
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
 

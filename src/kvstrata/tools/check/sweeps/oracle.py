@@ -1,4 +1,4 @@
-"""Attention as plain as it can be, for the sweeps of decode, prefill, packed pages and settling."""
+"""Attention in its simplest form, for the sweeps of decode, prefill, packed pages and settling."""
 
 from __future__ import annotations
 

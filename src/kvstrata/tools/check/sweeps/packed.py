@@ -1,7 +1,7 @@
 """Packed pages: tokens stored in a few calls into blocks with holes, then decoded, prefilled and copied.
 
-Rows are read back from the bytes page by page; they must be near the rows given, and the output that of attention over
-them. Blocks that no request has keep their poison. The last tokens of a request are prefilled again over those before
+Rows are read back from the bytes page by page; they must be close to the rows given, and the output close to attention
+over them. Blocks of no request keep their poison. The last tokens of a request are prefilled again over those before
 them, with K and V as they were given.
 """
 
@@ -91,7 +91,7 @@ def trial(draw: Draw, backend: str) -> str:
             backend="auto" if backend == "cuda" else backend,
         )  # fmt: skip
     except RuntimeError as error:
-        if "head_dim" in str(error):  # Triton takes fewer
+        if "head_dim" in str(error):  # Triton supports fewer
             return what
         raise
     _compare("prefill", out, _attention(q, seen, lengths, q_lens, sinks, **options), what)
@@ -105,7 +105,7 @@ def _compare(name: str, out: Any, want: torch.Tensor, what: str) -> None:
 
 
 def _check_copy(draw: Draw, pages: torch.Tensor, backend: str, what: str) -> None:
-    """Some blocks to other places of another pool, with padding; the others keep their poison."""
+    """Copy some blocks to another pool, with padding; other blocks keep their poison."""
     source, target = draw.order(len(pages)), draw.order(len(pages) + 2)[: len(pages)]
     source[0], target[-1] = -1, len(pages) + 2
     pool = torch.full_like(pages[:1].expand(len(pages) + 2, -1, -1).contiguous(), POISON)
@@ -136,7 +136,7 @@ def _attention(
     q: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], lengths: list[int], q_lens: list[int],
     sinks: torch.Tensor | None, sliding_window: int | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Outputs of all requests, one after the other."""
+    """Outputs of all requests, concatenated."""
     k, v = ([part.transpose(0, 1) for part in x.split(lengths)] for x in rows)
     outs = [q.new_zeros(0, *q.shape[1:], dtype=torch.float32)]
     for i, queries in enumerate(q.split(q_lens)):

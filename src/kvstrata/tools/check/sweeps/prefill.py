@@ -15,14 +15,14 @@ BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
 DIMS = (64, 96, 128, 256)
 SPARE = 3  # rows of NaN before and after ragged sequences
-LEAST = {"out": 1e-2, "lse": 1.0}  # root mean square that errors are relative to at least: a sink may take all weight
+LEAST = {"out": 1e-2, "lse": 1.0}  # minimum RMS that errors are relative to: a sink may take all weight
 
 Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Sq, Hq, D], k and v [Sk, Hkv, D]
 Result = tuple[torch.Tensor, torch.Tensor]  # out [Sq, Hq, D], lse [Sq, Hq]
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Any lengths, more queries than keys among them; windows, soft caps and sinks in any combination."""
+    """Any lengths, including more queries than keys; windows, soft caps and sinks in any combination."""
     kv_heads, group, dim = draw.size(1, 3), draw.one(1, 2, 4, 7), draw.one(*DIMS)
     heads, dtype = kv_heads * group, draw.one(*_dtypes(draw, backend))
     ragged, causal = draw.one(False, True), draw.one(False, True, True)
@@ -30,7 +30,7 @@ def trial(draw: Draw, backend: str) -> str:
     window = draw.one(None, 1, 33, draw.size(1, 200)) if causal else None
     softcap, loud = draw.one(None, None, 5.0), draw.one(1.0, 1.0, 6.0)
     sinks = 2 * draw.normal(heads) if draw.one(False, True) else None
-    gap, bound = draw.one(0, 0, 8, 8 if backend == "cuda" else 3), draw.one(None, 0, 40)  # 3: rows that are not aligned
+    gap, bound = draw.one(0, 0, 8, 8 if backend == "cuda" else 3), draw.one(None, 0, 40)  # 3: unaligned rows
     what = (
         f"lengths {lengths}{' ragged' if ragged else ''}, {heads}/{kv_heads} heads, D {dim}, {dtype}, causal {causal},"
         f" window {window}, softcap {softcap}, sinks {sinks is not None}, gap {gap}"

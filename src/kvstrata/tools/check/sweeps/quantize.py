@@ -1,4 +1,4 @@
-"""quantize_pages: pages of random rows, decoded again; what no page was named for stays untouched."""
+"""quantize_pages: pages of random rows, decoded again; bytes outside the pages stay untouched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SANITIZED = ("cuda",)
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Every row as near to the one it came from as its bits allow; empty slots without a scale."""
+    """Every row is as close to its source as its bits allow; empty slots have no scale."""
     k_bits, v_bits, dim = draw.one(2, 3, 4, 8), draw.one(2, 3, 4, 8), draw.one(*DIMS)
     size = draw.one(16, 32, 64)
     format = Format(k_bits, v_bits, dim, page_tokens=size, rotate=draw.one(True, False))

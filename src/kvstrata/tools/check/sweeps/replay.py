@@ -40,7 +40,7 @@ def trial(draw: Draw, backend: str) -> str:
         bounds.append(on_device if bounded else None)
     what = f"{count} copies, {live} rows live: " + ", ".join(f"{tuple(s.shape)} {s.dtype}" for s in sources)
     plan = kvstrata.CopyPlan(buffers, fill=fills, rows=bounds, backend=backend)
-    for _ in range(2):  # the second run takes the way of sources that were seen
+    for _ in range(2):  # the second run takes the path of known sources
         plan.run(sources)
     for i, (target, want) in enumerate(zip(buffers, wants, strict=True)):
         assert torch.equal(target.cpu(), want), f"copy {i} differs: {what}"

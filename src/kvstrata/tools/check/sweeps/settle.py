@@ -1,6 +1,6 @@
-"""TieredCache under a budget: ragged appends, then decode steps that settle and observe; it chooses its kernels itself.
+"""TieredCache under a budget: ragged appends, then decode steps that settle and observe; the cache chooses kernels.
 
-The steps go the way of a captured graph: `advance` (tables, plans made ahead, moves), `write`, and `decode_attention`
+The steps run as in a captured graph: `advance` (tables, plans made ahead, moves), `write`, and `decode_attention`
 with a `DecodePlan` that adds attention mass to importance.
 """
 
@@ -21,7 +21,7 @@ LAYERS, STEPS = 2, 6
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """The bytes hold, every token is there, each row is as near as its tier allows; decode reads what is there."""
+    """The budget holds, every token is stored, each row is as close as its tier allows; decode reads what is stored."""
     heads, dim, dtype = draw.size(1, 3), draw.one(*DIMS), draw.one(*FLOATS)
     requests, recent = draw.size(1, 3), draw.size(4, 24)
     policy = draw.one("importance", "importance", "recency", "uniform")
@@ -77,7 +77,7 @@ def _check_bytes(cache: kvstrata.TieredCache, what: str) -> None:
 def _check_rows(
     cache: kvstrata.TieredCache, layer: int, request: int, truth: torch.Tensor, recent: int, what: str
 ) -> None:
-    """K and V of a request against the rows that went in, ``truth [2, n, heads, dim]``."""
+    """Compare K and V of a request with the rows that were appended, ``truth [2, n, heads, dim]``."""
     length, heads = truth.shape[1:3]
     bits = torch.tensor([[f.k_bits, f.v_bits] for f in cache.formats])
     *held, position = (x.cpu() for x in cache.gather(layer, request))

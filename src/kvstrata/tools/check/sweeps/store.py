@@ -16,7 +16,7 @@ SANITIZED = ("cuda", "cuda_direct", "cuda_staged", "cuda_bulk")
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Any shapes, half of them aligned as bulk copies need it; strided rows, padding slots, rounding to fp8."""
+    """Any shapes, half of them aligned as bulk copies require; strided rows, padding slots, rounding to fp8."""
     tokens, heads, pages, page = draw.size(0, 40), draw.size(1, 5), draw.size(3, 8), draw.size(1, 17)
     k_dim, v_dim = draw.one(64, 128, draw.size(1, 160)), draw.one(None, 64, 128, draw.size(1, 160))
     source = draw.one(*FLOATS)
@@ -43,7 +43,7 @@ def trial(draw: Draw, backend: str) -> str:
     assert k is not None
     assert k_cache is not None
     index = slots.to(draw.device, torch.int32 if draw.one(0, 1) else torch.int64)
-    limited = backend in ("cuda_bulk", "cuda_staged")  # kernels that refuse some calls; auto would not take them
+    limited = backend in ("cuda_bulk", "cuda_staged")  # kernels that refuse some calls; auto would not choose them
     scales: dict[str, Any] = dict(k_scale=k_scale, v_scale=v_scale)
     with refusing(ValueError, *([""] if limited else [])):
         kvstrata.store_kv(k, v, k_cache, v_cache, index, **scales, layout=layout, backend=backend)

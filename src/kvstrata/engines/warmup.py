@@ -1,7 +1,7 @@
-"""A few steps of a layer in memory of their own, so that no request waits for a compiler.
+"""Runs a few steps of a layer in separate memory, so that no request waits for a compiler.
 
 Kernels differ by head counts, format and strides, and prefill kernels also by the length of a chunk. So a layer runs
-what an engine will ask of it: first chunks and chunks behind a prefix, ragged and dense, a step, and drafts.
+the calls that an engine will make: first chunks and chunks after a prefix, ragged and dense, a step, and drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvstrata import backends, jit
-from kvstrata.attention.packed_ahead import kernels_needed
+from kvstrata.attention.packed_warmup import kernels_needed
 
 from .batch import ALONE, make_batch
 from .options import MOST_QUERIES
@@ -23,7 +23,7 @@ STEPS: tuple[Step, ...] = (
     [(20, 20), (40, 40)],  # first chunks
     [(ALONE, ALONE)],
     [(2 * ALONE, 2 * ALONE)],
-    [(20, 84), (40, 40)],  # behind a prefix
+    [(20, 84), (40, 40)],  # after a prefix
     [(ALONE, ALONE + 70)],
     [(2 * ALONE, 4 * ALONE)],
     [(1, 70), (1, 9)],
@@ -31,10 +31,10 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def rehearse(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def warm_up(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels of a layer with ``heads`` query heads over blocks of ``block_size`` tokens.
 
-    Nothing of the layer is mutated, and nothing is done off CUDA devices. Not safe under CUDA-graph capture.
+    Nothing of the layer is mutated; does nothing on other devices than CUDA. Not safe under CUDA-graph capture.
     """
     if device.type != "cuda":
         return
@@ -52,7 +52,7 @@ def rehearse(layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype
 def run_steps(
     layer: PackedLayer, heads: int, block_size: int, dtype: torch.dtype, device: torch.device, steps: Sequence[Step]
 ) -> None:
-    """Store and attend random rows, strided as those of a fused projection, in a cache and a tail of this call."""
+    """Store and attend random rows, strided like those of a fused projection, in a cache and a tail of this call."""
     tail = layer.tail
     try:
         for step in steps:

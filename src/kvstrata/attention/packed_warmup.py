@@ -1,4 +1,4 @@
-"""``warmup_packed``: nothing is compiled after it when an engine stores into packed pages and attends to them."""
+"""``warmup_packed``: compiles what an engine needs to store into packed pages and attend to them, ahead of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .packed_decode import cuda as decode_cuda
 from .packed_decode.op import decode_packed
 from .packed_prefill.op import prefill_packed
 
-REHEARSED = 24  # tokens of the prefix, and of the chunk behind it
+TRIAL_TOKENS = 24  # tokens of the prefix, and of the chunk after it
 
 
 def kernels_needed(
@@ -36,21 +36,21 @@ def kernels_needed(
     return [*store_cuda.kernels_needed(fmt, dtype, balanced, slot_dtype), *steps]
 
 
-def _rehearse(
+def _trial_run(
     fmt: Format, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device, calibration: Calibration | None
 ) -> None:
     """Store, decode and prefill a few tokens, which loads what torch and Triton compile at first use."""
-    tokens = 2 * REHEARSED
+    tokens = 2 * TRIAL_TOKENS
     blocks = -(-tokens // fmt.page_tokens)
     pages = torch.zeros(blocks, kv_heads, fmt.page_bytes, dtype=torch.uint8, device=device)
     row = torch.linspace(-1, 1, fmt.head_dim, device=device).to(dtype)
-    k, q = row.expand(tokens, kv_heads, -1).contiguous(), row.expand(REHEARSED, heads, -1).contiguous()
+    k, q = row.expand(tokens, kv_heads, -1).contiguous(), row.expand(TRIAL_TOKENS, heads, -1).contiguous()
     slots = torch.arange(tokens, dtype=torch.int32, device=device)
     store_packed(k, k, pages, slots, fmt, calibration=calibration)
     table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
-    lengths, cu = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([tokens], [0, REHEARSED]))
+    lengths, cu = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([tokens], [0, TRIAL_TOKENS]))
     decode_packed(q[:1], pages, table, lengths, fmt, calibration=calibration)
-    new = k[REHEARSED:]
+    new = k[TRIAL_TOKENS:]
     prefill_packed(q, new, new, pages, table, lengths, cu, fmt, calibration=calibration)
 
 
@@ -70,24 +70,24 @@ def warmup_packed(
     """Compile and load what `store_packed`, `decode_packed` and `prefill_packed` need for a layer of these sizes.
 
     CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a few tokens are stored and read, in
-    memory of this call, which loads what Triton compiles at first use. `kvstrata warmup packed` fills the disk cache
-    ahead, without a GPU if need be.
+    memory allocated by this call, which loads what Triton compiles at first use. `kvstrata warmup packed` fills the
+    disk cache in advance, on a host without a GPU if needed.
 
     Args:
         fmt: format of the pages.
-        heads, kv_heads: of a layer.
-        dtype: of its rows and queries: float32, float16 or bfloat16.
-        device: where the pages will be.
-        q_len: most queries of a request in a decode step.
-        sliding_window: whether some layer has one.
-        calibration: of any layer; kernels differ by whether there is a balance.
-        slot_dtype: of ``slot_mapping``, int32 or int64.
+        heads, kv_heads: query heads and KV heads of a layer.
+        dtype: dtype of its rows and queries: float32, float16 or bfloat16.
+        device: device of the pages.
+        q_len: maximum number of queries of a request in a decode step.
+        sliding_window: True if some layer has one.
+        calibration: calibration of any layer; kernels depend on whether there is a balance.
+        slot_dtype: dtype of ``slot_mapping``, int32 or int64.
         progress: write a line to stderr while kernels are compiled; None does so on a terminal.
 
-    Returns the kernels that were compiled now, as (source, entry).
+    Returns the kernels that were compiled in this call, as (source, entry).
 
-    Raises ValueError or TypeError, naming the argument, and CompileError for a kernel that does not compile. Nothing
-    of the caller's is mutated. Not safe under CUDA-graph capture.
+    Raises ValueError or TypeError, naming the argument, and CompileError for a kernel that does not compile. No
+    argument is mutated. Not safe under CUDA-graph capture.
 
     Example:
         >>> fmt = kvstrata.Format.parse("K4V4", head_dim=64, page_tokens=16)
@@ -113,5 +113,5 @@ def warmup_packed(
             arch=arch,
         )  # fmt: skip
         compiled = jit.load_ahead(wanted, where, progress)
-    _rehearse(fmt, heads, kv_heads, dtype, where, calibration)
+    _trial_run(fmt, heads, kv_heads, dtype, where, calibration)
     return compiled

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvstrata import Format
-from kvstrata.attention.packed_again import Recent, Seen
 from kvstrata.attention.packed_prefill import repeat
 from kvstrata.attention.packed_prefill import triton as packed_triton
 from kvstrata.attention.packed_prefill.job import Job, Options, Tensors, check
+from kvstrata.attention.packed_repeat import KnownCall, Recent
 
 FMT = Format.parse("K4V4", 64, 16)
 
@@ -115,14 +115,14 @@ def test_recent_calls_by_look() -> None:
         patch.setattr(torch._C, "_cuda_getDevice", lambda: device, raising=False)
         for number in range(12):
             result = (torch.full((1,), float(number)), None)
-            recent.remember(Seen((number,), (x, None), set(), lambda memory, result=result: result, device))
-        assert recent.again((3,), (x, None)) is None  # eight are remembered
+            recent.remember(KnownCall((number,), (x, None), set(), lambda memory, result=result: result, device))
+        assert recent.repeat((3,), (x, None)) is None  # eight are remembered
         for number in (11, 5, 11, 4):
-            again = recent.again((number,), (x, None))
+            again = recent.repeat((number,), (x, None))
             assert again is not None
             assert int(again[0]) == number
-        assert recent.again((11,), (x, x)) is None
-        assert recent.again((11,), (x.double(), None)) is None
-        assert recent.again((11,), (torch.zeros(16)[1:5], None)) is not None  # an address of 4 bytes is enough for q
+        assert recent.repeat((11,), (x, x)) is None
+        assert recent.repeat((11,), (x.double(), None)) is None
+        assert recent.repeat((11,), (torch.zeros(16)[1:5], None)) is not None  # an address of 4 bytes is enough for q
         patch.setattr(torch._C, "_cuda_getDevice", lambda: device + 1, raising=False)
-        assert recent.again((11,), (x, None)) is None
+        assert recent.repeat((11,), (x, None)) is None

@@ -1,4 +1,4 @@
-"""``warmup``: nothing is compiled after it, so a first prompt, settling and step take no longer than later ones."""
+"""``warmup``: compiles everything ahead of time, so that the first prompt, settling and step are as fast as others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.checks import check_int
 
 from .decode.op import decode_attention
 
-REHEARSED = 1024  # tokens of the prompt
+TRIAL_TOKENS = 1024  # tokens of the trial prompt
 
 
 def uses_mass(cache: TieredCache) -> bool:
@@ -53,30 +53,30 @@ def load_kernels(
     return jit.load_ahead(wanted, cache.device, progress)
 
 
-def rehearsal(cache: TieredCache) -> TieredCache:
-    """Another cache with the same pages, one layer and little memory, after a prompt, a settling and a step.
+def trial_run(cache: TieredCache) -> TieredCache:
+    """Small cache with the same pages and one layer, after a trial run of a prompt, a settling and a step.
 
-    It evicts, so it takes any budget. Nobody's random numbers are drawn.
+    It evicts, so it accepts any budget. The global random state is not used.
     """
     small: dict[str, Any] = dict(layers=1, max_requests=1, evict=True, debug=False, slab_bytes=None)
     if cache.budget.shared:
         small |= dict(budget=0.25, budget_bytes=None)
-    twin = TieredCache(**cache._arguments | small)
-    tokens = min(REHEARSED, max(cache.max_tokens - 2, 0))
+    trial = TieredCache(**cache._arguments | small)
+    tokens = min(TRIAL_TOKENS, max(cache.max_tokens - 2, 0))
     shape = (tokens + 2, cache.kv_heads, cache.head_dim)
     k = torch.linspace(-1, 1, shape[2], device=cache.device).expand(shape).to(cache.dtype).contiguous()
     if tokens:
         mass = torch.full((1, cache.kv_heads, tokens), 1.0, device=cache.device)
-        twin.append(0, k[:tokens], k[:tokens], mass=mass if twin.policy.name == "importance" else None)
-        twin.settle()
+        trial.append(0, k[:tokens], k[:tokens], mass=mass if trial.policy.name == "importance" else None)
+        trial.settle()
     if cache.max_tokens > tokens + 1:
-        twin.append(0, k[:1], k[:1])
-        twin.advance()
-        twin.write(0, k[1:2], k[1:2])
+        trial.append(0, k[:1], k[:1])
+        trial.advance()
+        trial.write(0, k[1:2], k[1:2])
     if tokens:
-        twin.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
-    _move_a_page(twin)
-    return twin
+        trial.update_importance(0, torch.full((1, cache.kv_heads, tokens + 2), 0.5, device=cache.device))
+    _move_a_page(trial)
+    return trial
 
 
 def _move_a_page(cache: TieredCache) -> None:
@@ -91,20 +91,20 @@ def _move_a_page(cache: TieredCache) -> None:
 def warmup(
     cache: TieredCache, heads: int | None = None, *, q_len: int = 1, progress: bool | None = None
 ) -> list[jit.Named]:
-    """Compile and load everything that prompts, appends, settling and decode steps of a cache need, ahead of them.
+    """Compile and load everything that prompts, appends, settling and decode steps of a cache need, ahead of time.
 
-    CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a small copy of the cache takes a
-    prompt, settles and is read, which loads what torch, Triton or numba (on a CPU) compile at first use. A process that
-    finds everything on disk was ready in 1.8 s on an H200. `kvstrata warmup cache` fills the disk cache ahead, without
-    a GPU if need be.
+    CUDA C++ kernels that are not in the disk cache are compiled in parallel. Then a small copy of the cache gets a
+    prompt, settles and is read, which loads what torch, Triton or numba (on a CPU) compile at first use. With
+    everything on disk, a process was ready in 1.8 s on an H200. `kvstrata warmup cache` fills the disk cache in
+    advance, on a host without a GPU if needed.
 
     Args:
         cache: the `TieredCache`; it may hold tokens and is not changed.
-        heads: query heads of a layer; None leaves decode steps out.
+        heads: query heads of a layer; None skips decode steps.
         q_len: queries of a request in a decode step.
         progress: write a line to stderr while kernels are compiled; None does so on a terminal.
 
-    Returns the kernels that were compiled now, as (source, entry).
+    Returns the kernels that were compiled in this call, as (source, entry).
 
     Raises ValueError or TypeError, naming the argument, and CompileError for a kernel that does not compile. Not safe
     under CUDA-graph capture.
@@ -120,10 +120,10 @@ def warmup(
         raise ValueError(f"heads: expected a multiple of {cache.kv_heads}, got {heads!r}")
     check_int("q_len", q_len, 1)
     compiled = load_kernels(cache, heads, q_len, progress)
-    twin = rehearsal(cache)
-    if heads is not None and twin.length(0) >= q_len:
+    trial = trial_run(cache)
+    if heads is not None and trial.length(0) >= q_len:
         q = torch.zeros(1, q_len, heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
-        decode_attention(q, twin)
+        decode_attention(q, trial)
         if uses_mass(cache):
-            decode_attention(q, twin, return_mass=True)
+            decode_attention(q, trial, return_mass=True)
     return compiled

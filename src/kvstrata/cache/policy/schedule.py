@@ -1,11 +1,11 @@
-"""Turns: which layers of which requests settle before their next token, so that no step carries more than its share.
+"""Schedule of settling: which layers of which requests settle before their next token, spread evenly over steps.
 
     length % period   0 .. 7      8 .. 14     ..                        period = room that settling makes
     layers            first part  second part ..
 
-A place, a request in a layer, settles at its turn if it lacks room until the next, and at any time if the next token
-has none. Turns depend on the request's own length, never on its neighbours: the tiers of a request are the same in any
-batch. Requests of equal length settle one part of their layers at a time, requests of different lengths settle at
+A place, a request in a layer, settles in its turn if it lacks room until the next turn, and at any time if the next
+token has no room. Turns depend only on the request's own length: the tiers of a request are the same in any batch.
+Requests of equal length settle one part of their layers at a time, requests of different lengths settle at
 different steps; both spread the work over the period.
 """
 
@@ -21,7 +21,7 @@ from .room import fits_plain
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
-PARTS = 8  # that the layers are divided into: more cost launches, fewer make longer steps
+PARTS = 8  # parts that layers are divided into: more cost launches, fewer make longer steps
 
 
 @lru_cache(maxsize=64)
@@ -55,11 +55,11 @@ def due(cache: CacheState, ids: np.ndarray) -> np.ndarray | None:
 
 
 def _lacks_room(cache: CacheState, requests: np.ndarray, layers: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """True for places whose budget does not pay for so many more plain tokens at some point on the way."""
+    """True for places whose budget does not pay for ``tokens`` more plain tokens at some point on the way."""
     p, prices, budget = cache.page_tokens, np.array(cache.policy.prices.page, np.int64), cache.budget
     counts = cache.buckets.host_count[requests, layers].astype(np.int64)  # [n, heads, tiers]
     coded = (-(-counts[:, :, 1:] // p) @ prices[1:]).sum(1)
-    last = cache.max_tokens + budget.look_ahead  # beyond max_tokens, so that larger tables have the same turns
+    last = cache.max_tokens + budget.look_ahead  # beyond max_tokens, so that larger tables give the same turns
     lengths, lacks = cache._lengths[requests, layers].astype(np.int64), np.zeros(len(requests), bool)
     # Bytes grow when a head takes a page; the allowance grows with every token, so it suffices to check there.
     for plain in counts[:, :, 0].T:

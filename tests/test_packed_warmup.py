@@ -9,7 +9,7 @@ import emulator
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata import Format, jit
-from kvstrata.attention import packed_ahead
+from kvstrata.attention import packed_warmup
 from kvstrata.attention.packed_decode import cuda as decode_cuda
 from kvstrata.store.packed import cuda as store_cuda
 from kvstrata.store.packed import op as store_op
@@ -37,10 +37,10 @@ def test_what_runs_was_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         kvstrata.store_packed(k, v, pages, torch.arange(20).int(), fmt, calibration=calibration, backend="cuda")
     for options in ({}, dict(sliding_window=9), dict(fixed_split=16)):
         kvstrata.decode_packed(q, pages, table, lengths, fmt, calibration=calibration, backend="cuda", **options)
-    ahead = packed_ahead.kernels_needed(fmt, 6, 2, torch.bfloat16, windowed=True, balanced=True, arch="sm_90")
+    ahead = packed_warmup.kernels_needed(fmt, 6, 2, torch.bfloat16, windowed=True, balanced=True, arch="sm_90")
     assert len(loaded) >= 5
     assert loaded <= set(ahead)
-    plain = packed_ahead.kernels_needed(fmt, 6, 2, torch.bfloat16, arch="sm_90")
+    plain = packed_warmup.kernels_needed(fmt, 6, 2, torch.bfloat16, arch="sm_90")
     assert not loaded <= set(plain)
     decode_cuda._kernel.cache_clear()
 
