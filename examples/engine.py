@@ -112,6 +112,9 @@ def serve(engine: Engine, prompts: list[torch.Tensor], tokens: int) -> list[list
             running[request] = number
             outputs[number].append(first)
             queued[number] = 1
+            if tokens == 1:
+                engine.finish(request)
+                del running[request]
         for request in engine.running:
             queued[running[request]] += 1
         for request, token in engine.decode().items():

@@ -229,6 +229,27 @@ def test_with_a_calibration_codes_depend_on_rows_alone():
     assert torch.equal(cache.centre[0], cache.centre[2])
 
 
+def test_with_a_calibration_the_way_through_the_tiers_decides():
+    """A prompt at once and in chunks: rows straight from 16 bit are the same, those from K8V8 are encoded from it."""
+    options = dict(tiers=["K8V8", "K4V4"], policy="recency", calibration=calibration(), sink_tokens=0, budget=0.4)
+    cache = build(True, **options)
+    k, v = rows(400, 0)
+    cache.append(1, k, v, requests=[0])
+    at_once = cache.tier_map(1, 0).clone()
+    former = []
+    for i in range(0, 400, 40):
+        cache.append(1, k[i : i + 40], v[i : i + 40], requests=[1])
+        tiers = torch.zeros(HEADS, 400, dtype=torch.int64)
+        tiers[:, : i + 40] = cache.tier_map(1, 1).cpu()
+        former.append(tiers)
+    came_by_8 = (torch.stack(former) == 1).any(0) & (former[-1] == 2)
+    both = (at_once.cpu() == former[-1]) & (former[-1] > 0)
+    equal = (cache.gather(1, 0)[0] == cache.gather(1, 1)[0]).all(-1).cpu()
+    assert equal[both & ~came_by_8].all()
+    assert (both & came_by_8).any()
+    assert not equal[both & came_by_8].all()
+
+
 def test_a_calibration_of_another_model_is_refused():
     with pytest.raises(ValueError, match="calibration: expected 3 layers"):
         TieredCache(3, HEADS, DIM, calibration=calibration())

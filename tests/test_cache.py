@@ -279,6 +279,8 @@ def test_wide_positions() -> None:
         (dict(decay=1.0), "decay: expected"),
         (dict(decay="a"), "decay: expected a number in .* got 'a'"),
         (dict(settle_every=0), "settle_every: expected"),
+        (dict(device="tpu9"), "device: expected one that torch knows, such as 'cpu' or 'cuda', got 'tpu9'"),
+        (dict(device="meta"), "device: expected one that torch knows, .* got 'meta'"),
     ],
 )
 def test_invalid_constructor_arguments_are_named(options: dict, message: str) -> None:
@@ -301,15 +303,16 @@ def test_requests_are_whole_numbers() -> None:
         with pytest.raises(ValueError, match=r"(requests|seq_lens): expected whole numbers, got"):
             cache.append(0, k, v, requests=requests, seq_lens=lengths)
     for call in (cache.fork, cache.free_request, lambda r: cache.gather(0, r), lambda r: cache.crop(r, 1)):
-        for request in (0.0, [0], "0", None):
+        for request in (0.0, [0], "0", None, False):
             with pytest.raises(ValueError, match=r"request: expected one of \(0,\), got"):
                 call(request)
     for call in (lambda r: cache.settle(requests=r), lambda r: cache.update_importance(0, torch.rand(1, 2, 4), r)):
         for requests in (0, [0.0], "0"):
             with pytest.raises(ValueError, match="requests: expected whole numbers, got"):
                 call(requests)
-    with pytest.raises(ValueError, match="indices: expected whole numbers, got"):
-        cache.reorder([0.2])
+    for indices in ([0.2], None):
+        with pytest.raises(ValueError, match="indices: expected whole numbers, got"):
+            cache.reorder(indices)
     assert same(before, fingerprint(cache))
 
 

@@ -43,6 +43,24 @@ def test_memory_is_what_was_allocated() -> None:
     assert 0 < memory.page_slack < sum(memory.tiers.values())
 
 
+def test_memory_of_a_format_that_is_listed_twice() -> None:
+    cache = make(budget=0.35, tiers=("K4V4", "K4V4"), policy="uniform")
+    cache.append(0, *rows(700))
+    memory = cache.memory()
+    assert sum(memory.tokens.values()) == 2 * 700
+    assert sum(memory.tiers.values()) + memory.slab_slack == memory.kinds["slabs"]
+
+
+def test_room_for_more_tokens_than_there_can_be() -> None:
+    """A larger ``settle_every`` than the tables is no reason for larger ones."""
+    most, large = (make(max_tokens=1000, settle_every=n, budget=0.3) for n in (1000, 10**12))
+    for cache in (most, large):
+        cache.append(0, *rows(700))
+        cache.check()
+    assert len(large.budget.granted_by_length) == len(most.budget.granted_by_length)
+    assert torch.equal(large.tier_map(0), most.tier_map(0))
+
+
 @pytest.mark.parametrize("budget", [60_000, 0.05])
 def test_the_error_names_a_budget_with_room(budget: int | float) -> None:
     options = dict(dtype=torch.bfloat16, max_tokens=2048)

@@ -76,6 +76,19 @@ def test_ragged_requests_say_how_many_queries() -> None:
         cache.append(0, k[:4], v[:4], requests=[1], mass=some_mass(1, 604).long())
 
 
+@pytest.mark.parametrize("budget", [None, 0.3])
+def test_a_request_without_new_tokens_has_no_queries(budget: float | None) -> None:
+    """Beside others that grow, as alone: an append of nothing changes nothing."""
+    cache = make(budget=budget, max_requests=2)
+    cache.append(0, *rows(300), requests=[0])
+    before, reports = cache.importance(0, 0), cache.reports.numbers[0].clone()
+    for n in (0, 200):
+        cache.append(0, *rows(n, 1), requests=[0, 1], seq_lens=[0, n], mass=some_mass(2, 300), queries=4)
+        assert torch.equal(cache.importance(0, 0), before)
+        assert torch.equal(cache.reports.numbers[0], reports)
+    assert cache.reports.numbers[1, 0].tolist() == [4, 200]
+
+
 def test_a_failed_append_leaves_importance_unchanged() -> None:
     cache = make(budget_bytes=400_000, max_tokens=20_000)
     cache.append(0, *rows(500), mass=some_mass(1, 500))

@@ -12,7 +12,7 @@ from decode_model import (
     HAS_NUMBA,
     filled,
 )
-from kvstrata import decode_attention
+from kvstrata import TieredCache, decode_attention
 from kvstrata.attention.decode import op
 from kvstrata.attention.decode.job import Job
 from kvstrata.layout import Format
@@ -53,6 +53,30 @@ def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPat
     assert pools._pool.cache_info().currsize >= 1
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
+
+
+@pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["query", "first key", "last key", "value", "sink"])
+def test_what_is_not_finite_is_seen_in_the_output(bad: float, where: str) -> None:
+    """As in torch: rows that see a NaN or an infinite score are NaN, others are what they were."""
+    cache = TieredCache(1, 2, 64, budget=None, page_tokens=16, dtype=torch.float32)
+    k, v = torch.rand(2, 70, 2, 64) + 0.1
+    q, sinks = torch.rand(1, 1, 6, 64) + 0.1, torch.zeros(6)
+    if where == "query":
+        q[0, 0, 1, 3] = bad
+    elif where == "sink":
+        sinks[1] = bad
+    else:
+        (v if where == "value" else k)[-1 if where == "last key" else 0, 0, 3] = bad
+    cache.append(0, k, v)
+    got, want = (
+        decode_attention(q, cache, sinks=sinks, return_lse=True, return_mass=True, backend=backend)
+        for backend in ("numba", "reference")
+    )
+    assert not want.out.isfinite().all()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -39,6 +39,8 @@ def test_engine_tokens_equal_the_models() -> None:
         options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
         want = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
         assert new == want.tolist()
+    assert engine.serve(mine, given, 1) == [new[:1] for new in found]
+    assert not any(map(mine.cache.length, mine.cache.requests))
 
 
 @pytest.mark.parametrize("budget", [None, 0.3])

@@ -262,10 +262,11 @@ def test_arguments() -> None:
         DecodePlan(cache, 6, requests=[0, 0], observe=1)
     plan = DecodePlan(cache, 6, observe=9)
     assert plan.observation.layers == 1
-    with pytest.raises(TypeError, match=r"requests: expected an int32 tensor or None, got torch\.int64"):
-        plan.update(torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    with pytest.raises(ValueError, match=r"requests: expected \[2\]"):
-        plan.update(ids([0]))
+    for made in (plan, DecodePlan(cache, 6)):
+        with pytest.raises(TypeError, match=r"requests: expected an int32 tensor or None, got torch\.int64"):
+            made.update(torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        with pytest.raises(ValueError, match=r"requests: expected \[2\]"):
+            made.update(ids([0]))
     other = TieredCache(1, 2, 64, budget=None, policy="recency", dtype=HALF, device=DEVICE)
     assert DecodePlan(other, 4, observe=2).observation is None
 

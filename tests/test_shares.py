@@ -96,6 +96,8 @@ def test_no_shares_without_slack() -> None:
     assert not cache_of(COST, budget=0.9).budget.shares  # all old tokens are 8 bit
     with pytest.raises(ValueError, match="sensitivity: expected 4 numbers, one per layer, got 3"):
         TieredCache(4, 2, 64, sensitivity=[1.0, 2.0, 3.0])
+    with pytest.raises(TypeError, match=r"sensitivity: expected 2 numbers, one per layer, got 1\.5"):
+        TieredCache(2, 2, 64, sensitivity=1.5)
     with pytest.raises(ValueError, match="sensitivity: expected a number in"):
         TieredCache(2, 2, 64, sensitivity=[1.0, -2.0])
 

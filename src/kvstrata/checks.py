@@ -23,6 +23,17 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     return value
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """A device by name; ValueError for what torch does not know, or where no tensor has memory."""
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError):
+        known = None
+    if known is None or known.type == "meta":
+        raise ValueError(f"device: expected one that torch knows, such as 'cpu' or 'cuda', got {device!r}")
+    return known
+
+
 def check_number(name: str, value: float, wanted: str, within: Callable[[float], bool]) -> None:
     if not isinstance(value, (int, float)) or not within(value):
         raise ValueError(f"{name}: expected a number in {wanted}, got {value!r}")

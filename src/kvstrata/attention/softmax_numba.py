@@ -45,13 +45,29 @@ def hide(scores, position, last, before):
 
 @compiled
 def softmax(scores, sink):
-    """Turn scores into weights, zeros if nothing is visible; returns the log of the sum, including the sink."""
+    """Turn scores into weights, zeros if nothing is visible; returns the log of the sum, including the sink.
+
+    As in torch, all weights are NaN if a score or the sink is NaN or +inf.
+    """
     top = max(greatest(scores), sink)
+    unknown = any_nan(scores) or sink != sink
+    if unknown or top == np.inf:
+        for i in range(len(scores)):
+            scores[i] = np.nan
+        return np.float32(np.nan) if unknown else top
     total = exponentials(scores, top) + (np.float32(math.exp(sink - top)) if top > -np.inf else np.float32(0))
     by = np.float32(1) / total if total > 0 else np.float32(0)
     for i in range(len(scores)):
         scores[i] *= by
     return top + np.float32(math.log(total)) if top > -np.inf else top
+
+
+@compiled
+def any_nan(scores):
+    count = 0
+    for i in range(len(scores)):
+        count += scores[i] != scores[i]
+    return count > 0
 
 
 @compiled

@@ -38,9 +38,9 @@ class RequestOperations(CacheState):
         ``requests`` None is all in use, ascending. Raises ValueError or TypeError, naming the argument.
         """
         given = self._given(requests)
-        if len(indices) != len(given):
-            raise ValueError(f"indices: expected {len(given)}, one per request, got {len(indices)}")
         chosen = whole_numbers("indices", indices)
+        if len(chosen) != len(given):
+            raise ValueError(f"indices: expected {len(given)}, one per request, got {len(chosen)}")
         for index in chosen:
             check_int("indices", index, 0, len(given) - 1)
         assign(self, {given[i]: given[index] for i, index in enumerate(chosen)}, [])

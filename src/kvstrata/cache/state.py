@@ -94,7 +94,7 @@ class CacheState:
         check_int("layer", layer, 0, self.layers - 1)
 
     def _check_request(self, request: int, name: str = "request") -> None:
-        if not isinstance(request, (int, np.integer)) or request not in self._active:
+        if isinstance(request, bool) or not isinstance(request, (int, np.integer)) or request not in self._active:
             raise ValueError(f"{name}: expected one of {self.requests}, got {request!r}")
 
     def _given(self, requests: Sequence[int] | None) -> list[int]:

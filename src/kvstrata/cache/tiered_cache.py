@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvstrata.checks import check_int, check_names, check_number, check_rope, check_tiers, whole_numbers
+from kvstrata.checks import check_device, check_int, check_names, check_number, check_rope, check_tiers, whole_numbers
 from kvstrata.quant.calibration import Calibration
 
 from .ops import books
@@ -81,7 +81,7 @@ class TieredCache(RequestOperations):
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
-            equal rows then have equal codes in a given format, whatever else a request or a batch holds.
+            equal rows that pass through the same tiers then have equal codes, whatever else a request or a batch holds.
         sensitivity: one number per layer, the relative cost of rounding its K and V; layers with a higher one get more
             of a fraction's bytes, with the same total (docs/cache.md). None treats all layers alike.
         balance: True allows `set_balance` to give each request its own balance; implied by a calibration with one.
@@ -152,7 +152,7 @@ class TieredCache(RequestOperations):
         for name, flag in (("per_head", per_head), ("evict", evict), ("debug", debug), ("balance", balance)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r}")
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device = dtype, check_device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"device: expected one that torch sees, got {self.device}, and it sees no CUDA device")
         if self.device.type == "cuda":
@@ -212,7 +212,7 @@ class TieredCache(RequestOperations):
         self._ahead, self._due, self._prompt = [], None, None
 
         self.budget = sizes.budget(strides, self.pool.slab_sizes, sum(books.fixed(self).values()))
-        headroom = whole_pages(settle_every, recent_tokens + sink_tokens, page_tokens)
+        headroom = whole_pages(min(settle_every, max_tokens), recent_tokens + sink_tokens, page_tokens)
         leave_plain = isinstance(amount, float) and self.formats[1].name == "K8V8"
         self.budget = replace(self.budget, look_ahead=headroom)
         if leave_plain:
@@ -304,7 +304,7 @@ class TieredCache(RequestOperations):
             balance: float32 ``[kv_heads, head_dim]`` or ``[requests, kv_heads, head_dim]``, powers of two from 1 / 256
                 to 256. K of the requests is divided by it, and queries are multiplied by it.
             requests: any below ``max_requests``, in use or not; None is all in use. A request keeps its balance until
-                it is freed.
+                it is freed or cropped to length 0.
 
         Raises ValueError or TypeError, naming the argument. Not safe under CUDA-graph capture.
         """

@@ -5,7 +5,7 @@
 
 A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
 it (`pair_balance`; docs/formats.md has the mathematics). The numbers are powers of two: division and product are then
-exact in every floating-point dtype, and rows that are never quantised give bit-identical scores.
+exact within the range of a floating-point dtype, and rows that are never quantised give bit-identical scores.
 
 A `Calibration` covers all layers and has its own file format; `LayerCalibration` is what the kernels of one layer take.
 With a calibration, codes depend only on the rows and their format.

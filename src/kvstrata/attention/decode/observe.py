@@ -25,6 +25,19 @@ from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import check_int
 
 
+def check_live(live: torch.Tensor | None, rows: int, device: torch.device) -> None:
+    """Check the rows of a step; ValueError or TypeError unless None or int32 ``[rows]`` on the device."""
+    if live is None:
+        return
+    if not isinstance(live, torch.Tensor) or live.dtype != torch.int32:
+        kind = live.dtype if isinstance(live, torch.Tensor) else type(live).__name__
+        raise TypeError(f"requests: expected an int32 tensor or None, got {kind}")
+    if live.shape != (rows,) or live.device != device or not live.is_contiguous():
+        raise ValueError(
+            f"requests: expected [{rows}], contiguous, on {device}, got {tuple(live.shape)} on {live.device}"
+        )
+
+
 class Observation:
     """Rotation of layers and weights of rows, on the device.
 
@@ -51,16 +64,7 @@ class Observation:
         return self.requests.nbytes + self.weights.nbytes + self.lse.nbytes
 
     def set_live(self, live: torch.Tensor | None) -> None:
-        """Set the rows of the coming step; ValueError or TypeError unless int32 ``[rows]`` on the cache's device."""
-        if live is not None:
-            if not isinstance(live, torch.Tensor) or live.dtype != torch.int32:
-                kind = live.dtype if isinstance(live, torch.Tensor) else type(live).__name__
-                raise TypeError(f"requests: expected an int32 tensor or None, got {kind}")
-            if live.shape != (self.rows,) or live.device != self.cache.device or not live.is_contiguous():
-                raise ValueError(
-                    f"requests: expected [{self.rows}], contiguous, on {self.cache.device}, got {tuple(live.shape)} on"
-                    f" {live.device}"
-                )
+        """Set the rows of the coming step, which `check_live` has accepted."""
         self.live = live
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import whole_numbers
 
 from .job import Job
-from .observe import observation_of
+from .observe import check_live, observation_of
 from .stages import NAMES
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class DecodePlan:
         `TieredCache.write`, read when the kernels run; a row that does not name its own request is padding and gives no
         mass. None: no row is padding. Raises ValueError or TypeError for another shape, dtype or device.
         """
+        check_live(requests, len(self.requests), self.cache.device)
         if self.observation is not None:
             self.observation.set_live(requests)
         if self._has_kernels() and self.cache.dtype in NAMES:

@@ -99,7 +99,10 @@ def _append(
         mass = check_mass(cache, mass, len(request_list), max(ends))
         if cache.policy.name == "importance":
             importance = new_importance(cache, layer, request_list, lengths, mass, queries)
-            add_mass(cache, change, layer, request_list, mass, queries, ends)
+            growing = [i for i, n in enumerate(lengths) if n]  # without new tokens there are no queries
+            growing_requests, growing_ends = ([x[i] for i in growing] for x in (request_list, ends))
+            growing_mass = mass if len(growing) == len(mass) else mass[growing]
+            add_mass(cache, change, layer, growing_requests, growing_mass, queries, growing_ends)
     if fits:
         append_plain(cache, change, layer, k, v, request_list, lengths, importance)
         return None

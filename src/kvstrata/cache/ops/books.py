@@ -40,18 +40,25 @@ def memory(cache: CacheState) -> Memory:
         (n * cache.page_tokens - count) * stride // cache.page_tokens
         for n, count, stride in zip(pages, taken, cache.pool.strides, strict=True)
     )
-    names = [f.name for f in cache.formats]
     return Memory(
         kinds={"slabs": cache.pool.nbytes, **fixed(cache)},
-        tiers=dict(zip(names, used, strict=True)),
+        tiers=_by_format(cache, used),
         page_slack=slack,
         slab_slack=cache.pool.nbytes - sum(used),
-        tokens=dict(zip(names, counts.tolist(), strict=True)),
+        tokens=_by_format(cache, counts.tolist()),
         full=int(cache._lengths.sum()) * cache.kv_heads * 2 * cache.head_dim * cache.dtype.itemsize,
         allowed=cache.budget.allowed(cache._lengths, len(cache._active)),
         scratch=scratch_bytes(cache),
         **_bits(cache, pages, taken),
     )
+
+
+def _by_format(cache: CacheState, numbers: list[int]) -> dict[str, int]:
+    """Numbers of the tiers by the name of their format; a list of tiers may have one twice."""
+    total = dict.fromkeys((f.name for f in cache.formats), 0)
+    for f, number in zip(cache.formats, numbers, strict=True):
+        total[f.name] += number
+    return total
 
 
 def _bits(cache: CacheState, pages: list[int], taken: list[int]) -> dict[str, float]:

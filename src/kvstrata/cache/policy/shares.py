@@ -29,7 +29,10 @@ def check_sensitivity(values: Sequence[float] | None, layers: int) -> tuple[floa
     """One number of at least 0 per layer, or None; raises TypeError or ValueError."""
     if values is None:
         return None
-    given = tuple(values)
+    try:
+        given = tuple(values)
+    except TypeError:
+        raise TypeError(f"sensitivity: expected {layers} numbers, one per layer, got {values!r}") from None
     if len(given) != layers:
         raise ValueError(f"sensitivity: expected {layers} numbers, one per layer, got {len(given)}")
     for value in given:

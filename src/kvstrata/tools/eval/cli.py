@@ -279,8 +279,8 @@ def calibrate(
 ) -> None:
     """Compute the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
 
-    Runs one forward over some text. A cache with the file does not estimate them from each prompt: equal rows then have
-    equal codes in a format, whatever else a request or a batch holds.
+    Runs one forward over some text. A cache with the file does not estimate them from each prompt: equal rows that
+    pass through the same tiers then have equal codes, whatever else a request or a batch holds.
 
     Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
 
