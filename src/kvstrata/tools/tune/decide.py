@@ -1,10 +1,10 @@
-"""Comparison of a candidate with the incumbent: a quick test that saves time, then a gate that decides.
+"""Comparison of a candidate with the incumbent: a quick gate that saves time, then one that decides.
 
-    quick     40 samples: at least 5 % faster, or no slower with a better profile; given up after 10 if all are slower
-    confirm   100 samples: 95 % intervals of the medians apart, Hedges' g of at least 0.8, rank test below 0.05
+    quick     40 samples: at least 5 % faster, or no slower with a better profile; abandoned after 10 if all are slower
+    confirm   100 samples: 95 % intervals of the medians do not overlap, Hedges' g at least 0.8, rank test below 0.05
 
-Samples of both are taken in turn (`bench.timer`), so drift falls on both. A few samples, however lucky, move neither a
-median nor a rank, and g does not see the outermost 5 % at either end.
+Samples of both are interleaved (`bench.timer`), so drift affects both alike. A few lucky samples move neither a median
+nor a rank, and g ignores the outermost 5 % at either end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .gates import Profile
 QUICK, CONFIRM = 40, 100  # samples
 FASTER = 1.05  # incumbent over candidate
 EFFECT = 0.8
-TAILS = 0.05  # of the samples at either end, for the effect
+TAILS = 0.05  # share of the samples winsorized at either end, for the effect size
 LEVEL = 0.05
-# L2 hits up by 8 points, DRAM throughput down by 10, warps that are really resident up by 8: +1 is more, -1 is less.
+# Better by: L2 hits up 8 points, DRAM throughput down 10, achieved occupancy up 8. Sign and margin.
 METRICS = {"l2_hit": (1, 8.0), "dram": (-1, 10.0), "occupancy": (1, 8.0)}
-FEWEST = 10  # samples before a candidate is given up
-BETTER_OCCUPANCY = 0.08  # of a multiprocessor's warps
+MIN_SAMPLES = 10  # before a candidate is abandoned
+BETTER_OCCUPANCY = 0.08  # share of a multiprocessor's warps
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Two sets of samples compared; `ratio` above 1: the candidate is faster. `failed` says why it is not taken."""
+    """Comparison of two sets of samples; ``ratio`` > 1 means the candidate is faster, ``failed`` why it lost."""
 
     incumbent: Summary
     candidate: Summary
@@ -51,7 +51,7 @@ def better_profile(candidate: Profile, incumbent: Profile) -> bool:
 
 
 def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float]) -> bool:
-    """True if one of METRICS is better by its margin and none worse by it; names as in `profile.ncu`."""
+    """True if one of METRICS (names of `profile.ncu`) is better by its margin and none is worse by it."""
     gains = [
         sign * (candidate[name] - incumbent[name]) / margin
         for name, (sign, margin) in METRICS.items()
@@ -61,8 +61,8 @@ def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float
 
 
 def hopeless(incumbent: Array, candidate: Array) -> bool:
-    """True if all samples are slower than the incumbent's median; for ten, by chance once in 1,024."""
-    return candidate.size >= FEWEST and float(candidate.min()) > float(np.median(incumbent))
+    """True if all samples are slower than the incumbent's median; for ten samples, by chance once in 1,024."""
+    return candidate.size >= MIN_SAMPLES and float(candidate.min()) > float(np.median(incumbent))
 
 
 def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = False) -> bool:
@@ -72,7 +72,7 @@ def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = F
 
 
 def confirm(incumbent: Array, candidate: Array) -> Verdict:
-    """Decide whether the candidate is faster beyond noise."""
+    """Verdict on whether the candidate is faster beyond noise."""
     a, b = summary(incumbent), summary(candidate, seed=1)
     g, p = hedges_g(incumbent, candidate, TAILS), rank_test(incumbent, candidate)
     failed = None

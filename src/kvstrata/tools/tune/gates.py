@@ -1,7 +1,6 @@
-"""Gates before any launch: what a compiled kernel needs, against what a multiprocessor has.
+"""Gates before any launch: the resource usage of a compiled kernel against a multiprocessor's resources.
 
-Registers, spills and static shared memory come from the assembler's report (`jit.usage`), so they are judged on a host
-without a GPU as well.
+Registers, spills and static shared memory come from the assembler's report (`jit.usage`), so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from pathlib import Path
 
 from kvstrata import jit
 
-PORTABLE_SHARED = 48 * 1024  # bytes that a block may have on every GPU
-RESERVED = 1024  # bytes of shared memory that the system takes of every block
+PORTABLE_SHARED = 48 * 1024  # bytes of shared memory that a block may use on every GPU
+RESERVED = 1024  # bytes of shared memory that the system reserves per block
 KIB = 1024
 
 
@@ -46,14 +45,14 @@ class Multiprocessor:
     registers: int = 65536
 
 
-# From the CUDA programming guide's table of compute capabilities.
+# From the table of compute capabilities in the CUDA programming guide.
 SMALL = Multiprocessor(100 * KIB, 99 * KIB, warps=48, blocks=16)
 LARGE = Multiprocessor(228 * KIB, 227 * KIB)
 KNOWN = {"sm_80": Multiprocessor(164 * KIB, 163 * KIB), "sm_90": LARGE, "sm_100": LARGE, "sm_103": LARGE}
 
 
 def multiprocessor(arch: str) -> Multiprocessor:
-    """Multiprocessor of an architecture; for an unknown one, the resources that all have."""
+    """Multiprocessor of an architecture; for an unknown one, the smallest known."""
     return KNOWN.get(arch, SMALL)
 
 
@@ -68,8 +67,8 @@ class Limits:
     occupancy: float = 0.1
 
 
-# `hardware`: what the GPU can launch. `portable`: what a block may have on every GPU, with registers to spare.
-# `portable-50`: and half of the warps resident, which leaves 64 registers a thread on sm_90 (80 on sm_89).
+# hardware: what the GPU can launch. portable: what a block may use on every GPU, with registers to spare.
+# portable-50: also half of the warps resident, which leaves 64 registers per thread on sm_90 (80 on sm_89).
 HARDWARE = "hardware"
 PRESETS = {
     HARDWARE: Limits(),
@@ -89,7 +88,7 @@ class Profile:
 
 
 def occupancy(registers: int, shared: int, threads: int, arch: str) -> float:
-    """Resident warps of a kernel as a share of those a multiprocessor can hold."""
+    """Resident warps of a kernel as a share of a multiprocessor's maximum."""
     has, warps = multiprocessor(arch), -(-threads // 32)
     per_warp = -(-max(registers, 1) * 32 // 256) * 256
     by_registers = has.registers // per_warp // warps
@@ -98,7 +97,7 @@ def occupancy(registers: int, shared: int, threads: int, arch: str) -> float:
 
 
 def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: str, limits: Limits) -> Profile:
-    """The profile of a configuration whose kernels pass; Rejected otherwise. `usage` compiles."""
+    """Profile of a configuration whose kernels are within the limits; Rejected otherwise. ``usage`` may compile."""
     has = multiprocessor(arch)
     cap = has.shared_block if limits.shared is None else min(limits.shared, has.shared_block)
     checked = []

@@ -1,7 +1,7 @@
-"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device) -> list[Problem]`.
+"""Tuning problems by op: a module `problems/<op>.py` defines `problems(arch, device) -> list[Problem]`.
 
-A problem is one case of the op's benchmark. What it needs to be compiled is known without a device; `build` puts inputs
-on one, with the benchmark's own check.
+A problem is one case of the op's benchmark. Its kernels are known without a device; `build` allocates inputs on one,
+with the benchmark's check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstrata.tools.tune.space import Space
 
 @dataclass(frozen=True)
 class Ready:
-    """Inputs on a device: `call(choice)` is a contender as in `bench.Bench`, `check` raises AssertionError."""
+    """Inputs on a device: ``call(choice)`` is a contender as in `bench.Bench`, ``check`` raises AssertionError."""
 
     call: Callable[[Choice], Call]
     poison: Callable[[int], None]
@@ -32,7 +32,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case to be tuned. `invalid(choice)` says why a choice makes no sense for this shape, or None."""
+    """A case to tune; ``invalid(choice)`` says why a choice is invalid for this shape, or returns None."""
 
     op: str
     case: str
@@ -52,13 +52,13 @@ def names() -> list[str]:
 
 
 def check(op: str) -> None:
-    """LookupError, which lists what there is, for an op without problems."""
+    """Raise LookupError, listing the ops, for one that cannot be tuned."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
 
 
 def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem]:
-    """The problems of an op, or with the backend ``reference`` the toy."""
+    """Problems of an op, or the toy problem with the backend ``reference``."""
     check(op)
     module = importlib.import_module(f"{__name__}.{op}")
     if backend != "reference":

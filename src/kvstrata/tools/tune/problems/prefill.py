@@ -1,4 +1,4 @@
-"""Prefill's cases: all three kernels of the GPU."""
+"""Tuning problems of prefill: its three GPU kernels."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvstrata.attention.prefill.configs import features, nearest
 from kvstrata.attention.prefill.tiles import Config, choice_of, invalid, of_choice, tile_of
 from kvstrata.jit.tuned import Choice
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.prefill import Shape, _bench, _job, _shapes
+from kvstrata.tools.bench.cases.prefill import Shape, make_bench, make_job, shapes_of
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
 
 from . import Problem, Ready
 
-PROCESSORS = 132  # where no GPU is at hand: those of the GPU that the default table is of
+PROCESSORS = 132  # without a GPU: multiprocessors of the one that the default table was measured on
 
 
 def problems(arch: str, device: torch.device) -> list[Problem]:
-    return [_gpu(shape, arch, device) for shape in _shapes(quick=False)]
+    return [_gpu(shape, arch, device) for shape in shapes_of(quick=False)]
 
 
 def _tiles(shape: Shape, rows: int) -> int:
@@ -30,7 +30,7 @@ def _tiles(shape: Shape, rows: int) -> int:
 
 
 def default_of(shape: Shape, arch: str, processors: int) -> Choice:
-    """Choice that the op makes without a tuned table."""
+    """Choice of the op without a tuned table."""
     few = _tiles(shape, 128) <= processors
     tile = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
     return choice_of(tile or tile_of(shape.dim, _tiles(shape, 64), processors))
@@ -63,8 +63,8 @@ def _build(shape: Shape, sets: int, device: torch.device) -> Ready:
     from kvstrata.attention.prefill import cuda as prefill_cuda
     from kvstrata.attention.prefill import triton as prefill_triton
 
-    jobs = [_job(shape, device, seed) for seed in range(sets)]
-    bench = _bench(jobs, {}, "", "")
+    jobs = [make_job(shape, device, seed) for seed in range(sets)]
+    bench = make_bench(jobs, {}, "", "")
 
     def call(choice: Choice) -> Call:
         tile = of_choice(choice, shape.dim)

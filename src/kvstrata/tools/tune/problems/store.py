@@ -1,4 +1,4 @@
-"""The store's cases: the CUDA C++ kernels, or on any device the reference, fed some tokens at a time."""
+"""Tuning problems of store: the CUDA C++ kernels, and a toy problem for any device: the reference's chunk size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def problems(arch: str, device: torch.device) -> list[Problem]:
 
 
 def task_of(kind: Kind, tokens: int) -> Task:
-    """Task of the benchmark's inputs, without creating them."""
+    """Task of the benchmark's inputs, without allocating them."""
     empty = partial(torch.empty, device="meta")
     rows = empty(tokens, kind.heads, kind.dim, dtype=kind.source)
     cache = empty(kind.cache_shape(tokens), dtype=kind.cache)
@@ -70,7 +70,7 @@ def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Rea
 
 
 def toy(device: torch.device) -> Problem:
-    """Tokens at a time: the only thing there is to choose in a loop over torch's indexed writes."""
+    """Toy problem: the number of tokens that the reference stores at a time."""
     kind, tokens = KINDS[0], TOY
     return Problem(
         op="store",
