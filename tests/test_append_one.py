@@ -104,7 +104,7 @@ def test_one_launch_appends_like_the_reference(emulated: None, options: dict, ba
 
 @pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("numbered", [True, False])
-def test_a_step_that_repeats_gives_what_single_appends_give(
+def test_repeated_step_equals_single_appends(
     numbered: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over page edges, a fork that shares the open page, a request that leaves and comes back, other lists between."""
@@ -180,7 +180,7 @@ def test_a_step_that_repeats_is_still_checked() -> None:
 
 @pytest.mark.parametrize("requests", [[0, 1, 2, 3, 4], [3, 1], [4, 0, 2], [2]])
 @pytest.mark.parametrize("budget", [None, 0.4, 3_000_000])
-def test_steps_over_page_edges_leave_the_books_right(requests: list[int], budget: float | int | None) -> None:
+def test_steps_over_page_edges_keep_counts_consistent(requests: list[int], budget: float | int | None) -> None:
     """Advance of contiguous and other lists, long and short ones; forks, crops and settlings between."""
     limit = dict(budget=None, budget_bytes=budget) if isinstance(budget, int) else dict(budget=budget)
     cache = make(layers=2, max_requests=6, device=DEVICE, **limit)
@@ -210,7 +210,7 @@ def test_steps_over_page_edges_leave_the_books_right(requests: list[int], budget
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-def test_a_request_at_an_edge_in_every_step_is_no_reason_to_look_at_pages(
+def test_request_at_a_page_edge_in_every_step_skips_page_lookup(
     numbered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests at all places of their pages: after the first step no append takes pages itself."""
@@ -263,7 +263,7 @@ def test_appends_after_a_step_that_failed_are_counted(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_gates(arch: str) -> None:
+def test_table_kernels_compile_within_resource_limits(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for kernel in table_cuda.KERNELS:
         usage = jit.usage(table_cuda.SOURCE, kernel, arch=arch)
@@ -272,7 +272,7 @@ def test_gates(arch: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
-def test_what_is_known_of_pages_does_not_outlive_other_operations(budget: float | None) -> None:
+def test_other_operations_invalidate_cached_page_state(budget: float | None) -> None:
     """Tokens appended between steps, forks, crops, other lists and settling: as in a cache that looks every time."""
     caches = [filled(4, tokens=40, budget=budget) for _ in range(2)]
     ours, wanted = caches

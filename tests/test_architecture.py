@@ -138,7 +138,7 @@ def test_every_package_has_its_place() -> None:
         "from kvstrata import decode_attention",
     ],
 )
-def test_an_import_is_seen_wherever_it_is(text: str) -> None:
+def test_lazy_and_type_checking_imports_are_detected(text: str) -> None:
     graph = GRAPH | {"cache.state": set(imports("cache.state", text, is_package=False))}
     assert not_allowed("cache", graph)
 

@@ -54,14 +54,14 @@ def pair(**options) -> tuple[TieredCache, TieredCache]:
     return balanced, plain
 
 
-def test_exponents_and_back():
+def test_balance_exponents_round_trip():
     x = torch.arange(-8, 9).float().exp2()
     assert exponents(x).tolist() == list(range(-8, 9))
     assert torch.equal(factors(exponents(x)), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_stored_bytes_are_those_of_balanced_rows(dtype):
+def test_stored_bytes_equal_those_of_balanced_rows(dtype):
     balanced, plain = pair(dtype=dtype, rope=None)
     balanced.check()
     assert (balanced.tier_map(1, 0) > 0).any(), "nothing was quantised"
@@ -87,7 +87,7 @@ def balanced_queries(q: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(("q_len", "options", "dtype"), CALLS)
-def test_decode_is_that_of_balanced_queries(backend, q_len, options, dtype):
+def test_decode_equals_attention_with_balanced_queries(backend, q_len, options, dtype):
     """The products are the same numbers; only the order of sums may differ."""
     balanced, plain = pair(dtype=dtype)
     q = queries(q_len, dtype)
@@ -101,7 +101,7 @@ def test_decode_is_that_of_balanced_queries(backend, q_len, options, dtype):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_cached_prefill_is_that_of_balanced_queries(backend):
+def test_cached_prefill_equals_attention_with_balanced_queries(backend):
     balanced, plain = pair(dtype=torch.float32)
     q = queries(12, torch.float32)
     one = kvstrata.prefill_attention_cached(q, balanced, 1, backend=backend)
@@ -112,7 +112,7 @@ def test_cached_prefill_is_that_of_balanced_queries(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "numba", "triton"])
-def test_plain_rows_do_not_see_it(backend):
+def test_balance_does_not_change_plain_rows(backend):
     """Without quantised tokens a balance changes no bit of an output."""
     if HAS_GPU and backend == "numba":
         pytest.skip("numba reads caches on the CPU")
@@ -128,7 +128,7 @@ def test_plain_rows_do_not_see_it(backend):
 
 @pytest.mark.parametrize("backend", ["triton"] + (["cuda"] if HAS_GPU else []))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_appends_of_kernels(backend, dtype, monkeypatch):
+def test_append_kernels_store_balanced_rows(backend, dtype, monkeypatch):
     want = build(True, budget=None, dtype=dtype)
     want.set_balance(1, BALANCES, [0, 1, 2])
     if not HAS_GPU:
@@ -148,7 +148,7 @@ def test_appends_of_kernels(backend, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"] + (["cuda"] if HAS_GPU else []))
-def test_a_step_that_is_written(backend):
+def test_written_step_is_balanced(backend):
     if HAS_GPU and backend == "reference":
         pytest.skip("the reference writes to caches on the CPU")
     cache = build(True, budget=None)

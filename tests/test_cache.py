@@ -33,7 +33,7 @@ def test_no_budget_compresses_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 35, 36, 37, 63, 64, 65, 500])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
-def test_any_length(tokens: int, policy: str) -> None:
+def test_append_of_any_length_keeps_every_token(tokens: int, policy: str) -> None:
     """Around pages of 16, 32 recent tokens with 4 sink tokens, and where a head is settled for the first time."""
     cache = make(budget=0.25, policy=policy)
     k, v = rows(tokens)
@@ -48,7 +48,7 @@ def test_any_length(tokens: int, policy: str) -> None:
     assert torch.equal(got[tiers == 0], by_head(k)[tiers == 0])
 
 
-def test_nothing_there() -> None:
+def test_empty_cache_and_empty_request_have_no_tokens() -> None:
     cache = make()
     cache.check()
     assert cache.requests == ()
@@ -125,7 +125,7 @@ def test_when_a_request_settles_does_not_depend_on_its_neighbours() -> None:
         cache.check()
 
 
-def test_batched_rows() -> None:
+def test_append_of_a_dense_batch_assigns_rows_to_requests() -> None:
     cache = make(max_requests=3)
     k, v = torch.randn(2, 3, 50, 2, 64)
     cache.append(0, k, v)
@@ -172,7 +172,7 @@ def test_quantised_rows_are_as_good_as_their_format() -> None:
 
 
 @pytest.mark.parametrize("fill", [0.0, 6e4, -3e38, math.inf, math.nan])
-def test_a_bad_row_stays_alone(fill: float) -> None:
+def test_non_finite_row_does_not_affect_others(fill: float) -> None:
     k, v = rows(1300)
     bad_k, bad_v = k.clone(), v.clone()
     bad_k[1100], bad_v[200] = fill, fill  # of K one that has no part in the centre
@@ -190,7 +190,7 @@ def test_a_bad_row_stays_alone(fill: float) -> None:
 # What kernels read
 
 
-def test_views_are_the_state() -> None:
+def test_views_match_the_cache_state() -> None:
     cache = make(layers=2, max_requests=2, dtype=torch.bfloat16)
     view = cache.bucket_views(1)
     addresses = [t.data_ptr() for t in (view.page_table, view.count, view.slab_pointers, view.centre, view.seq_lens)]
@@ -225,7 +225,7 @@ def test_views_are_the_state() -> None:
             assert torch.equal(v[slot].bfloat16(), v_all[0, column])
 
 
-def test_wide_positions() -> None:
+def test_positions_use_int32_beyond_32768_tokens() -> None:
     assert make(max_tokens=32768).position_dtype == torch.int16
     cache = make(max_tokens=32769, heads=1, dim=32)
     assert cache.position_dtype == torch.int32
@@ -281,7 +281,7 @@ def test_wide_positions() -> None:
         (dict(settle_every=0), "settle_every: expected"),
     ],
 )
-def test_what_the_cache_refuses(options: dict, message: str) -> None:
+def test_invalid_options_raise(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
 
@@ -319,7 +319,7 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         make(device="cuda")
 
 
-def test_what_append_refuses() -> None:
+def test_invalid_append_raises_and_changes_nothing() -> None:
     cache = make(max_requests=2, max_tokens=64)
     k, v = rows(10)
     before = fingerprint(cache)

@@ -44,7 +44,7 @@ def test_memory_is_what_was_allocated() -> None:
 
 
 @pytest.mark.parametrize("budget", [60_000, 0.05])
-def test_exceeded_says_what_has_room(budget: int | float) -> None:
+def test_budget_exceeded_names_what_would_fit(budget: int | float) -> None:
     options = dict(dtype=torch.bfloat16, max_tokens=2048)
     with pytest.raises(BudgetExceeded, match=r"; budget(_bytes)?=[\d.]+ has room for them") as found:
         make(**limit(budget), **options).append(0, *rows(2000, dtype=torch.bfloat16))
@@ -53,7 +53,7 @@ def test_exceeded_says_what_has_room(budget: int | float) -> None:
     make(**limit(type(budget)(enough)), **options).append(0, *rows(2000, dtype=torch.bfloat16))
 
 
-def test_exceeded_leaves_everything() -> None:
+def test_budget_exceeded_changes_nothing() -> None:
     cache = make(budget=0.02, max_requests=2)
     cache.append(0, *rows(50))
     before = fingerprint(cache)
@@ -67,7 +67,7 @@ def test_exceeded_leaves_everything() -> None:
     assert same(before, fingerprint(cache))
 
 
-def test_bytes_for_everything() -> None:
+def test_byte_budget_covers_all_requests() -> None:
     cache = make(budget_bytes=400_000, max_requests=4, dtype=torch.bfloat16, max_tokens=2048)
 
     def fill() -> None:
@@ -87,7 +87,7 @@ def test_bytes_for_everything() -> None:
 
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
-def test_evict_instead(policy: str, per_head: bool) -> None:
+def test_eviction_keeps_the_budget(policy: str, per_head: bool) -> None:
     cache = make(budget=0.05, evict=True, policy=policy, per_head=per_head, dtype=torch.bfloat16)
     for i in range(20):
         k, v = rows(100, dtype=torch.bfloat16, seed=i)

@@ -105,7 +105,7 @@ def test_slabs_of_large_caches_hold_what_one_launch_takes() -> None:
     assert slab(256, 0.25)[0] <= 130
 
 
-def test_pool_counts_owners() -> None:
+def test_pool_refcounts_pages() -> None:
     p = small_pool()
     a = p.allocate(1, 2)
     p.retain(a[[0, 0]])
@@ -141,7 +141,7 @@ def test_pool_compacts_without_losing_a_byte() -> None:
     assert p.slabs_of(1) == 1
 
 
-def test_pool_refuses() -> None:
+def test_pool_raises_for_invalid_sizes_and_missing_slabs() -> None:
     with pytest.raises(ValueError, match=r"strides\[1\]: expected a multiple of 64"):
         pool.Pool([256, 100], 512, 4, CPU)
     with pytest.raises(ValueError, match="capacity: expected at most"):

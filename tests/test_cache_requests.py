@@ -94,7 +94,7 @@ def test_forks_under_bytes_cost_nothing_until_they_differ() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 16, 250, 299, 300, 400])
-def test_crop(length: int) -> None:
+def test_crop_keeps_the_first_tokens_and_their_tiers(length: int) -> None:
     cache = make(layers=2, max_requests=2)
     for layer in range(2):
         cache.append(layer, *rows(300, seed=layer))
@@ -172,7 +172,7 @@ def test_speculative_steps_roll_back() -> None:
     cache.check()
 
 
-def test_beams() -> None:
+def test_reorder_copies_requests() -> None:
     cache = make(max_requests=4)
     data = [rows(200 + i, seed=i) for i in range(4)]
     for i, (k, v) in enumerate(data):

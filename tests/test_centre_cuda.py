@@ -194,7 +194,7 @@ def test_centres_stay_and_failed_operations_store_none(device: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_gates_of_the_centre(arch: str) -> None:
+def test_centre_kernels_compile_within_resource_limits(arch: str) -> None:
     """No spills in blocks of 1024 threads."""
     pytest.importorskip("cuda.core")
     for dtype, position in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):

@@ -135,7 +135,7 @@ def test_bench_json_is_json(kvstrata):
         (["toy", "--against", "missing.json"], "missing.json"),
     ],
 )
-def test_bad_requests_are_said_in_one_line(kvstrata, arguments, message):
+def test_usage_errors_are_one_line(kvstrata, arguments, message):
     done = kvstrata("bench", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr
@@ -163,7 +163,7 @@ def test_report_says_what_is_missing(kvstrata):
     assert "x.md: no result of 'other': run kvstrata bench other --save" in done.stderr
 
 
-def test_info(kvstrata):
+def test_info_lists_backends_and_benchmarks(kvstrata):
     facts = json.loads(kvstrata("info", "--json").stdout)
     assert facts["backends"]["store"]["reference"] is None
     assert "CUDA" in facts["backends"]["store"]["cuda"]
@@ -222,7 +222,7 @@ def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):
     ("module", "absent"),
     [("kvstrata", ("torch", "typer", "rich")), ("kvstrata.cache", ("scipy", "matplotlib", "typer", "rich"))],
 )
-def test_imports_are_late(module, absent):
+def test_commands_import_heavy_modules_lazily(module, absent):
     code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

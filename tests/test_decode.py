@@ -96,7 +96,9 @@ def test_sliding_window_hides_older_tokens(backend: str, window: int, q_len: int
 @each_backend
 @pytest.mark.parametrize(("q_len", "window"), [(4, None), (8, 40), (1, 33), (1, 64)])
 @pytest.mark.parametrize("tiers", [("K4V4",), ("K3V2",)], ids=str)
-def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, window: int | None) -> None:
+def test_window_inside_full_pages_equals_the_model(
+    backend: str, tiers: tuple[str, ...], q_len: int, window: int | None
+) -> None:
     """Nothing but a position says so: every slot is taken, and all but a few tokens are seen."""
     few(backend, tiers == ("K4V4",) and q_len != 8)
     full = dict(page_tokens=64, recent=0, plain=False, tiers=tiers, dtype=HALF)
@@ -104,7 +106,7 @@ def test_hidden_in_full_pages(backend: str, tiers: tuple[str, ...], q_len: int, 
 
 
 @each_backend
-def test_sinks_take_weight(backend: str) -> None:
+def test_sink_logits_take_weight_from_tokens(backend: str) -> None:
     sinks = torch.tensor([-100.0, 0.0, 1.0, 4.0, 30.0, -torch.inf], device=DEVICE)
     case = case_of([50, 0, 3], options=dict(sinks=sinks), dtype=HALF)
     check(case, backend)
@@ -157,7 +159,7 @@ def test_forks_crops_and_some_requests(backend: str) -> None:
 
 
 @each_backend
-def test_layers_are_their_own(backend: str) -> None:
+def test_layers_do_not_affect_each_other(backend: str) -> None:
     cache = filled([30, 20], layers=3, dtype=HALF)
     q = torch.randn(2, 1, 6, 64).to(HALF).to(DEVICE)
     for layer in range(3):
@@ -269,7 +271,7 @@ def test_one_plan_for_all_layers(backend: str) -> None:
 
 
 @pytest.mark.gpu
-def test_fixed_split_does_not_know_the_batch() -> None:
+def test_fixed_split_is_batch_invariant() -> None:
     """Output is batch-invariant bit for bit, with contexts long enough to be split."""
     cache = filled([900, 20, 400, 1500], dtype=torch.bfloat16)
     q = torch.randn(4, 1, 6, 64, device="cuda").bfloat16()
@@ -286,7 +288,9 @@ def test_fixed_split_does_not_know_the_batch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("combine", [1, 4, 8, 16])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_warps_that_combine(combine: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combine_with_any_number_of_partials_equals_the_model(
+    combine: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many: more partial results than they take at a time, requests with none, sinks beside them."""
     cut = dict(warps=2, resident=8, width=1, waves=1, combine=combine)
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)

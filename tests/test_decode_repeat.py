@@ -69,7 +69,7 @@ def test_calls_that_repeat_give_what_the_first_gave(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(got.float(), want.float(), atol=2e-3, rtol=2e-3)
 
 
-def test_anything_else_goes_the_long_way() -> None:
+def test_changed_calls_take_the_slow_path() -> None:
     cache = filled([90, 30])
     q = queries(2)
     decode_attention(q, cache, 0, backend="cuda")

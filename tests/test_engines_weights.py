@@ -127,7 +127,7 @@ def test_owner_is_the_module_that_gets_the_layer():
 
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4])
-def test_the_same_as_in_transformers(neox, pairs):
+def test_fused_projection_gives_the_calibration_of_separate_ones(neox, pairs):
     """Fused rows against q_proj and k_proj, whose balance and centre hf computes from a module of its own."""
     rotary = Rotary(pairs=pairs, neox=neox, dtype=torch.float32)
     module = biased(Attention(rotary=rotary))
@@ -223,7 +223,7 @@ def test_new_weights_change_what_is_there():
     ("config", "used"),
     [({}, True), ({"weights": False}, False), ({"calibration": "no file"}, False)],
 )
-def test_a_layer_takes_it_after_loading(engine, caplog, config, used):
+def test_layer_is_calibrated_after_loading_weights(engine, caplog, config, used):
     engine.configure({"kvstrata": {"format": "K4V4"} | config}, rope_parameters={"rope_theta": 1e4})
     impl = impl_of(engine)
     module = biased(Attention(impl)).to(DEVICE)

@@ -209,7 +209,7 @@ def test_hidden_states_of_another_call_do_not_stop_captures(strict: type[StrictR
 
 
 @torch.no_grad()
-def test_autocast_is_eager(strict: type[StrictRunner]) -> None:
+def test_autocast_steps_are_not_captured(strict: type[StrictRunner]) -> None:
     """Its casts of weights are freed with the context, and a graph would still read them."""
     model, ids = make("llama"), prompt(1, 40)
     cache = StrataCache(model.config, **SMALL, capture=True)

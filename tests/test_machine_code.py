@@ -54,7 +54,7 @@ def read_too_early(code: list[tuple[str, int]]) -> list[str]:
     return found
 
 
-def test_the_search_finds_one() -> None:
+def test_search_finds_a_register_read_too_early() -> None:
     code = [
         ("CS2R R50, SRZ", 2),
         ("@P2 IMAD.WIDE R50, R23, 0x100, R54", 3),

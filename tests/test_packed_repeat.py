@@ -102,7 +102,7 @@ def absent(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("change", [dict(max_seqlen_q=None), dict(total_tokens=0)])
-def test_what_is_not_kept(change: dict) -> None:
+def test_calls_with_these_options_are_not_cached(change: dict) -> None:
     job = job_of([12], 30, 0)
     assert repeat.keeps(job)
     assert not repeat.keeps(job._replace(options=job.options._replace(**change)))

@@ -165,7 +165,7 @@ def test_equal_tokens_fill_slots_newest_first(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_gates_of_the_planner(arch: str) -> None:
+def test_planner_kernels_compile_within_resource_limits(arch: str) -> None:
     """No spills, and two blocks of 512 threads a multiprocessor."""
     pytest.importorskip("cuda.core")
     entries = [(plan_cuda.SOURCE, "survey<short, true>"), (plan_cuda.SOURCE, "merge<int, true>")]

@@ -326,7 +326,7 @@ def test_a_step_that_cannot_be_captured_is_explained() -> None:
 
 
 @gpu
-def test_sizes_share_memory() -> None:
+def test_captured_sizes_share_a_memory_pool() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return (x[:, None] * torch.ones(1 << 20, device=x.device)).sum(1)
 
@@ -371,7 +371,7 @@ def test_a_decode_loop_as_one_graph(staging: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def test_what_is_timed_is_right() -> None:
+def test_benchmarked_copies_are_correct() -> None:
     """Every contender of the benchmark on its own inputs, and a wrong one is found out."""
     for case in cases(torch.device("cpu"), True):
         bench = case.build(torch.device("cpu"))

@@ -118,7 +118,7 @@ def test_the_page_is_whole_and_asks_for_nothing(html):
     assert {link[1:] for link in read.links} <= set(read.ids)
 
 
-def test_it_counts_the_cases_that_are_ahead(html):
+def test_summary_counts_cases_ahead_and_behind(html):
     """Beyond noise, or not at all: of three cases one is ahead, one behind and one level."""
 
     def case(name: str, ratio: float, low: float, high: float) -> CaseResult:
@@ -130,14 +130,14 @@ def test_it_counts_the_cases_that_are_ahead(html):
 
     cases = [case("a", 1.5, 1.4, 1.6), case("b", 0.8, 0.7, 0.9), case("c", 1.01, 0.99, 1.03)]
     report = SimpleNamespace(op="x", machine={"name": "gpu"}, cases=cases)
-    (words,) = page._ahead(report)
-    assert words.startswith("Of 3 cases 1 are ahead of the fastest other way beyond noise and 1 behind")
+    (words,) = page._summary(report)
+    assert words.startswith("Of 3 cases, 1 are faster than the best other contender beyond noise, 1 slower")
     assert "0.80 to 1.50 times" in words
-    assert page._glance([report]).rows[0][-1] == "1 of 3"
+    assert page._overview([report]).rows[0][-1] == "1 of 3"
     assert re.search(r"Of \d+ cases \d+ are ahead", html)
 
 
-def test_it_shows_everything_and_escapes_it(html):
+def test_page_has_every_section_and_escapes_text(html):
     assert "<script>alert(1)" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
     for text in ("WRONG: off by one", "Roofline", "Speed-up, with 95 % intervals", "Every contender", "History",
@@ -167,7 +167,7 @@ def test_markdown_has_the_same_tables(content):
         assert line.endswith("|")
 
 
-def test_the_command(only_store, tmp_path):
+def test_report_command_writes_html_and_markdown(only_store, tmp_path):
     out, notes = tmp_path / "deep" / "r.html", tmp_path / "r.md"
     given = ["--results", str(only_store), "--out", str(out), "--markdown", str(notes)]
     done = CliRunner().invoke(app, ["report", *given])
@@ -216,7 +216,7 @@ def browser() -> str | None:
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_in_a_browser_nothing_sticks_out(html, tmp_path, width):
+def test_page_does_not_overflow_in_a_browser(html, tmp_path, width):
     """The page measures itself in headless Chromium: it is as wide as the window, figures are drawn, tables scroll."""
     program = browser()
     if program is None:

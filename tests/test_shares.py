@@ -90,7 +90,7 @@ def test_steps_keep_the_shares() -> None:
         assert (held <= cache.budget.granted_at(np.arange(4), length) - cache.budget.overhead).all()
 
 
-def test_where_there_is_nothing_to_share() -> None:
+def test_no_shares_without_a_fraction_or_with_one_tier() -> None:
     assert not cache_of(COST, budget=None).budget.shares
     assert not cache_of(COST, budget=None, budget_bytes=1 << 22).budget.shares
     assert not cache_of(COST, budget=0.9).budget.shares  # all old tokens are 8 bit

@@ -105,7 +105,7 @@ def test_bad_samples_are_named(bad):
             call()
 
 
-def test_too_few_or_impossible():
+def test_too_few_or_non_positive_samples_raise():
     with pytest.raises(ValueError, match="at least 2"):
         hedges_g([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="positive"):
@@ -147,7 +147,7 @@ def test_a_small_difference_in_large_noise_is_not_enough():
     ],
     ids=["faster", "slower", "overlapping", "lucky"],
 )
-def test_confirm_says_why(candidate, failed):
+def test_confirm_names_the_failed_condition(candidate, failed):
     r = np.random.default_rng(1)
     verdict = decide.confirm(r.normal(100, 3, 100), candidate(r))
     assert verdict.faster == (failed is None)

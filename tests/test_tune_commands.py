@@ -164,9 +164,7 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
         (("store", "--device", "cpu"), "--backend reference --device cpu tunes a toy"),
     ],
 )
-def test_bad_requests_are_said_in_one_line(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usage_errors_are_one_line(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("tune", *arguments)
     assert done.exit_code == 2
@@ -185,7 +183,7 @@ def test_without_optuna_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("command", ["tune", "warmup"])
-def test_help_teaches(command: str) -> None:
+def test_help_has_an_example(command: str) -> None:
     assert f"Example: kvstrata {command}" in invoke(command, "--help").stdout
 
 
