@@ -37,7 +37,7 @@ OPS ?= store quantize settle decode packed prefill replay step serve
 help:
 	@echo "kvstrata: the KV-cache layer of LLM inference"
 	@echo
-	@echo "  make demo    a small model answers with a cache at a quarter of its bytes, beside the 16-bit cache"
+	@echo "  make demo    a small model answers with a cache at a quarter of the bytes, and with the 16-bit cache"
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
 	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
 	@echo "  make test-oldest  StrataCache and generate with the oldest transformers that is supported"

@@ -104,7 +104,7 @@ def serve(engine: Engine, prompts: list[torch.Tensor], tokens: int) -> list[list
     """So many new tokens for every prompt; those that find no place wait for one."""
     waiting, running = list(range(len(prompts))), {}
     outputs: list[list[int]] = [[] for _ in prompts]
-    queued = [0] * len(prompts)  # tokens asked for
+    queued = [0] * len(prompts)  # tokens requested
     while waiting or running:
         while waiting and engine.free:
             number = waiting.pop(0)

@@ -25,7 +25,7 @@ side.wait_stream(torch.cuda.current_stream())  # k and v are ready
 with torch.cuda.stream(side):
     kvstrata.store_kv(k, v, k_cache, v_cache, slot_mapping)
 out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-torch.cuda.current_stream().wait_stream(side)  # whoever reads the pages next sees them
+torch.cuda.current_stream().wait_stream(side)  # later readers of the pages see them
 
 assert torch.equal(k_cache.flatten(0, 1)[slot_mapping], k)
-print(f"stored {k.shape[0]} tokens beside attention over {tuple(keys.shape)}; output {tuple(out.shape)}")
+print(f"stored {k.shape[0]} tokens in parallel with attention over {tuple(keys.shape)}; output {tuple(out.shape)}")

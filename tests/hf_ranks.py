@@ -1,4 +1,4 @@
-"""The two ranks of `test_hf.py::test_two_ranks_write_what_one_does`: two processes, each writes what it generated.
+"""The two ranks of `test_hf.py::test_two_ranks_generate_what_one_does`: two processes, each writes what it generated.
 
 They are forks of one process, so that torch and transformers are imported once.
 """

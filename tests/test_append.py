@@ -75,7 +75,7 @@ def test_rows_land_where_the_tables_say(forced: str, dtype: torch.dtype, dim: in
         assert torch.equal(first.cpu(), torch.full((3,), 0.0 if cache.policy.mode == "mean" else 1 / np.float32(8)))
 
 
-def test_token_in_an_open_page_allocates_no_page() -> None:
+def test_a_token_into_an_open_page_allocates_no_page() -> None:
     cache = build(DEVICE, torch.bfloat16, 64, budget=0.5)
     k, v = rows(17, 64, torch.bfloat16)
     cache.append(0, k, v)
@@ -100,7 +100,7 @@ def test_rows_with_any_strides(tokens: int, budget: float | None) -> None:
         assert torch.equal(a, b)
 
 
-def test_unknown_backend_is_named() -> None:
+def test_unknown_backend_is_named_in_the_error() -> None:
     cache = build(torch.device("cpu"), torch.float32, 32)
     zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
     x = torch.zeros(1, 3, 32)
@@ -117,7 +117,7 @@ def test_unknown_backend_is_named() -> None:
 @pytest.mark.parametrize(
     "arguments", [(128, 2, 16, 2, True), (64, 2, 8, 4, False), (48, 4, 16, 2, True), (32, 2, 2, 2, True)]
 )
-def test_append_kernels_compile_within_resource_limits(arguments: tuple, arch: str) -> None:
+def test_kernels_stay_within_register_limits(arguments: tuple, arch: str) -> None:
     """No spills and few registers: the kernel is a copy."""
     pytest.importorskip("cuda.core")
     from kvstrata import jit

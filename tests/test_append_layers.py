@@ -32,7 +32,7 @@ OPTIONS = [dict(), *(pytest.param(x, marks=pytest.mark.slow) for x in (dict(impo
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_layers_together_are_as_one_after_the_other(device: str, options: dict) -> None:
+def test_layers_appended_together_equal_layers_appended_one_by_one(device: str, options: dict) -> None:
     """One prompt, then two of different lengths; decode steps and settling go on from there."""
     ours, wanted = pair(device, **options)
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def test_layers_together_are_as_one_after_the_other(device: str, options: dict) 
     same(ours, wanted)
 
 
-def test_a_budget_that_does_not_suffice_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exceeded_budget_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = pair(device)
     k, v, mass = (x.to(device) for x in prompts([300]))
     before = fingerprint(ours, spare=False)
@@ -78,7 +78,7 @@ def test_a_budget_that_does_not_suffice_changes_nothing(device: str, monkeypatch
     ours.check()
 
 
-def test_only_prompts_that_settle_in_empty_layers_are_taken(device: str) -> None:
+def test_only_settling_prompts_into_empty_layers_are_supported(device: str) -> None:
     ours, wanted = pair(device)
     assert supports(ours, [0, 1], [0, 2], [300, 200])
     assert not supports(ours, [0, 1], [0, 2], [300, 8]), "short ones are plain rows"

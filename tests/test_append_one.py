@@ -68,7 +68,7 @@ def test_counts_go_up_on_the_device(emulated: None) -> None:
 
 
 def test_new_pages_are_zero_and_in_the_table(emulated: None) -> None:
-    """Pages in several slabs; those beside them keep their bytes."""
+    """Pages in several slabs; adjacent pages keep their bytes."""
     cache = filled()
     pool, table = cache.pool, cache.buckets.page_table.clone()
     handles = pool.allocate(0, 9)
@@ -104,7 +104,7 @@ def test_one_launch_appends_like_the_reference(emulated: None, options: dict, ba
 
 @pytest.mark.parametrize("budget", [None, 0.6])
 @pytest.mark.parametrize("numbered", [True, False])
-def test_repeated_step_equals_single_appends(
+def test_repeated_steps_equal_single_appends(
     numbered: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over page edges, a fork that shares the open page, a request that leaves and comes back, other lists between."""
@@ -163,7 +163,7 @@ def test_out_of_memory_at_a_page_edge_changes_nothing(monkeypatch: pytest.Monkey
     assert same_rows(*caches)
 
 
-def test_a_step_that_repeats_is_still_checked() -> None:
+def test_repeated_steps_are_still_checked() -> None:
     cache = filled(2, tokens=20, max_tokens=24)
     k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(2))
     for _ in range(4):
@@ -180,7 +180,7 @@ def test_a_step_that_repeats_is_still_checked() -> None:
 
 @pytest.mark.parametrize("requests", [[0, 1, 2, 3, 4], [3, 1], [4, 0, 2], [2]])
 @pytest.mark.parametrize("budget", [None, 0.4, 3_000_000])
-def test_steps_over_page_edges_keep_counts_consistent(requests: list[int], budget: float | int | None) -> None:
+def test_steps_over_page_edges_keep_the_invariants(requests: list[int], budget: float | int | None) -> None:
     """Advance of contiguous and other lists, long and short ones; forks, crops and settlings between."""
     limit = dict(budget=None, budget_bytes=budget) if isinstance(budget, int) else dict(budget=budget)
     cache = make(layers=2, max_requests=6, device=DEVICE, **limit)
@@ -210,7 +210,7 @@ def test_steps_over_page_edges_keep_counts_consistent(requests: list[int], budge
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-def test_request_at_a_page_edge_in_every_step_skips_page_lookup(
+def test_a_request_at_a_page_edge_in_every_step_does_not_trigger_page_checks(
     numbered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests at all places of their pages: after the first step no append takes pages itself."""
@@ -263,7 +263,7 @@ def test_appends_after_a_step_that_failed_are_counted(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_table_kernels_compile_within_resource_limits(arch: str) -> None:
+def test_kernels_stay_within_register_limits(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for kernel in table_cuda.KERNELS:
         usage = jit.usage(table_cuda.SOURCE, kernel, arch=arch)
@@ -272,7 +272,7 @@ def test_table_kernels_compile_within_resource_limits(arch: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
-def test_other_operations_invalidate_cached_page_state(budget: float | None) -> None:
+def test_cached_room_of_pages_is_invalidated_by_other_operations(budget: float | None) -> None:
     """Tokens appended between steps, forks, crops, other lists and settling: as in a cache that looks every time."""
     caches = [filled(4, tokens=40, budget=budget) for _ in range(2)]
     ours, wanted = caches
@@ -323,7 +323,7 @@ def test_other_operations_invalidate_cached_page_state(budget: float | None) -> 
     assert same_rows(*caches)
 
 
-def test_pages_that_an_append_took_are_not_missing_any_more() -> None:
+def test_pages_allocated_by_an_append_are_not_allocated_again() -> None:
     """`short` keeps its answer while nothing changes; an append that repeats crosses the edge it spoke of."""
     cache = filled(2, tokens=14, budget=0.5)
     k, v = (x.to(DEVICE).unsqueeze(1) for x in rows(2))

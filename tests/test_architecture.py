@@ -118,7 +118,7 @@ def test_replay_and_jit_import_no_stage() -> None:
         assert used <= {package, *SHARED}
 
 
-def test_every_package_has_its_place() -> None:
+def test_every_package_is_in_the_import_order() -> None:
     """A new package is checked only once it is listed."""
     assert {name.split(".")[0] for name in MODULES} == {*ORDER, *SHARED, "replay", "", "__main__"}
 
@@ -138,11 +138,11 @@ def test_every_package_has_its_place() -> None:
         "from kvstrata import decode_attention",
     ],
 )
-def test_lazy_and_type_checking_imports_are_detected(text: str) -> None:
+def test_imports_are_detected_anywhere_in_a_file(text: str) -> None:
     graph = GRAPH | {"cache.state": set(imports("cache.state", text, is_package=False))}
     assert not_allowed("cache", graph)
 
 
-def test_circles_are_found() -> None:
+def test_import_circles_are_detected() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]

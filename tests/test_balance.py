@@ -54,7 +54,7 @@ def pair(**options) -> tuple[TieredCache, TieredCache]:
     return balanced, plain
 
 
-def test_balance_exponents_round_trip():
+def test_exponents_round_trip():
     x = torch.arange(-8, 9).float().exp2()
     assert exponents(x).tolist() == list(range(-8, 9))
     assert torch.equal(factors(exponents(x)), x)
@@ -112,7 +112,7 @@ def test_cached_prefill_equals_attention_with_balanced_queries(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "numba", "triton"])
-def test_balance_does_not_change_plain_rows(backend):
+def test_plain_rows_give_the_same_scores_with_a_balance(backend):
     """Without quantised tokens a balance changes no bit of an output."""
     if HAS_GPU and backend == "numba":
         pytest.skip("numba reads caches on the CPU")
@@ -128,7 +128,7 @@ def test_balance_does_not_change_plain_rows(backend):
 
 @pytest.mark.parametrize("backend", ["triton"] + (["cuda"] if HAS_GPU else []))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_append_kernels_store_balanced_rows(backend, dtype, monkeypatch):
+def test_append_kernels_apply_the_balance(backend, dtype, monkeypatch):
     want = build(True, budget=None, dtype=dtype)
     want.set_balance(1, BALANCES, [0, 1, 2])
     if not HAS_GPU:
@@ -148,7 +148,7 @@ def test_append_kernels_store_balanced_rows(backend, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"] + (["cuda"] if HAS_GPU else []))
-def test_written_step_is_balanced(backend):
+def test_a_written_step_applies_the_balance(backend):
     if HAS_GPU and backend == "reference":
         pytest.skip("the reference writes to caches on the CPU")
     cache = build(True, budget=None)

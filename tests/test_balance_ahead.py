@@ -34,7 +34,7 @@ def squares(k: torch.Tensor, q: torch.Tensor, interleaved: bool | None = False, 
     return [x.double() for x in balance.squares(q, k, real, ROPE, interleaved)[:2]]
 
 
-def test_mean_squares_match_those_over_all_positions():
+def test_expected_squares_equal_those_over_all_positions():
     """A prompt of 500 tokens, against all positions to come of another text."""
     found_k, found_q = squares(rows(500, 1), rows(500, 2, 0.0))
     want_k, want_q = rows(balance.AHEAD, 5).var(2, correction=0), rows(balance.AHEAD, 6, 0.0).square().mean(2)

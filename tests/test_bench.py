@@ -134,7 +134,7 @@ def test_a_case_that_cannot_be_built_does_not_end_the_run():
     assert "broken did not run" in render.table(report, {}).document()
 
 
-def test_cases_after_the_time_limit_are_skipped_with_an_error():
+def test_cases_past_the_time_limit_are_skipped_and_reported():
     saved = []
     cases = toy.cases(CPU, False)
     report = small_run(cases, seconds=-1, after_case=lambda report: saved.append(len(report.cases)))
@@ -185,7 +185,7 @@ def test_an_error_of_a_kernel_is_the_contenders_own():
     assert errors == {"b": "RuntimeError: unspecified launch failure"}
 
 
-def test_unknown_contender_names_raise():
+def test_wrong_names_are_reported():
     bench = Bench({"copy": lambda i: None}, lambda name, i: None, lambda name, i, out: None, "copy", "copy")
     assert "reserved for probes" in small_run([Case("x", "x", {}, 8, lambda device: bench)]).cases[0].error
     bench.contenders = {"a": lambda i: None}
@@ -227,7 +227,7 @@ def test_on_a_gpu_calls_are_captured_and_the_host_is_measured(queue, monkeypatch
     assert render.notes(report)[0] == "floor of something else"
 
 
-def test_contender_that_cannot_be_captured_is_reported(queue, monkeypatch):
+def test_a_contender_that_cannot_be_captured_is_reported(queue, monkeypatch):
     def refuse(call, sets):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -337,7 +337,7 @@ class TestOnGpu:
         assert us["slow"] == pytest.approx(us["fill"], rel=0.1)
         assert us["replay"] == pytest.approx(us["fill"], rel=0.15)
 
-    def test_gpu_run_reports_floor_host_cost_and_no_failures(self):
+    def test_a_complete_run(self):
         report = runner.run(toy.cases(self.device, True), self.device, quick=True)
         assert not report.failures
         assert report.floor["kernel"] == "empty.cu"

@@ -54,7 +54,7 @@ def test_a_call_that_synchronises_is_host_bound(queue):
     assert not queue.timer.host_bound
 
 
-def test_sample_with_a_host_stall_is_repeated(queue):
+def test_a_sample_with_a_host_stall_is_repeated(queue):
     calls = []
 
     def call(i):

@@ -43,7 +43,7 @@ def test_toy_model_run_reports_every_contender(probes: None) -> None:
     assert getattr(bench, "summary", verdict)(again), "a benchmark's summary takes its report"
 
 
-def test_contender_with_other_tokens_gets_no_time(probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_with_other_tokens_get_no_time(probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int) -> bench.Measured:
         if name == bench.PLAIN:
             raise RuntimeError("out of memory")
@@ -101,7 +101,7 @@ def test_jobs_are_in_order_of_models_and_compile_last() -> None:
     assert all((shape, name) in jobs for shape in bench.SHAPES for name in (bench.BASELINE, bench.OURS))
 
 
-def test_an_mlp_in_chunks_is_the_same() -> None:
+def test_an_mlp_in_chunks_gives_the_same_output() -> None:
     model = bench.load(bench.Shape(2, 100, model=bench.TOY), CPU)
     mlp, x = model.model.layers[0].mlp, torch.randn(3, 50, 64)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:

@@ -24,7 +24,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize("lossy", [0.0, 0.5])
-def test_moves_that_run_again_move_the_same_tokens(device: torch.device, lossy: float) -> None:
+def test_repeated_moves_move_the_same_tokens(device: torch.device, lossy: float) -> None:
     """Launches change the tables that they read: run on what they left, they read and write past the ends of lists."""
     state = settle.State(2, 512, 1, 2, 64, lossy, device)
     assert state.settling is not None

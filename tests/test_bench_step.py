@@ -26,7 +26,7 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.25])
-def test_all_ways_give_the_same_tokens(budget: float | None) -> None:
+def test_all_methods_give_the_same_tokens(budget: float | None) -> None:
     shape = replace(SMALL, budget=budget, context=40 if budget is None else 300)
     for case in step.cases_of(shape):
         bench = case.build(DEVICE)
@@ -65,7 +65,7 @@ def test_metadata_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_shapes_of_the_benchmark() -> None:
-    """Weights of Llama-3.1-8B without its embedding, and at most 34.4 GB of K and V beside them."""
+    """Weights of Llama-3.1-8B without its embedding, and at most 34.4 GB of K and V in addition."""
     assert step.Model().weights == 7_504_658_432
     names = [case.name for case in step.cases(torch.device("cuda"), False)]
     assert names[:2] == ["step-B1-4096-16bit-gpu", "step-B1-4096-16bit"]
@@ -93,7 +93,7 @@ def test_rates_and_shares_are_columns() -> None:
     assert "| replay | 1000.00 |  | 1,000 | 2,000 |" in text
 
 
-def test_wall_clock_time_has_the_host_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_clock_time_includes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time from idle device to idle device; the flush and earlier work are excluded."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

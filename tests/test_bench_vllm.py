@@ -101,7 +101,7 @@ def test_first_tokens_that_differ_are_not_compared():
     assert bench.logprob_error(PROBE, near) is None
 
 
-def test_low_bit_engines_are_held_to_float32():
+def test_low_bit_engines_are_compared_with_float32():
     rounded = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
     good = told(1.0, rounded) | {"eager": rounded}
     assert bench.find_error("K2V2", PROBE, good) is None
@@ -147,14 +147,14 @@ def test_errors_of_nan_are_infinite():
     assert worst.error == float("inf")
 
 
-def test_without_graphs_disables_and_restores_graphs():
+def test_graphs_are_off_inside_the_context():
     runner = SimpleNamespace(cudagraph_manager=SimpleNamespace(_graphs_captured=True))
     with vllm_check.without_graphs(runner):
         assert not runner.cudagraph_manager._graphs_captured
     assert runner.cudagraph_manager._graphs_captured
 
 
-def test_child_output_is_parsed_and_failures_are_reported(monkeypatch):
+def test_the_output_of_a_child_process_is_parsed(monkeypatch):
     spoken = f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\nmore noise"
     monkeypatch.setattr(child, "run", lambda command, seconds: (spoken, 0))
     assert bench.measure("K4V4", bench.SHAPES) == ({"vllm": "x"}, None)

@@ -21,7 +21,7 @@ def forget() -> None:
     whole.free_caches(CPU)
 
 
-def test_every_operation_is_right() -> None:
+def test_every_operation_passes_its_check() -> None:
     for case in whole.cases(CPU, False):
         bench = case.build(CPU)
         for _ in range(2):
@@ -33,7 +33,7 @@ def test_every_operation_is_right() -> None:
 
 
 def test_samples_of_steps_contain_settlings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests settle in some of the steps, not in each; nobody writes in the time of a step."""
+    """Requests settle in some of the steps, not in each; nothing is written during the time of a step."""
     (case,) = (case for case in whole.cases(CPU, False) if case.name.startswith("advance"))
     bench = case.build(CPU)
     ours, _ = whole.steps_of(whole.TOY, CPU)
@@ -90,7 +90,7 @@ def test_cases_on_a_gpu() -> None:
     assert set(quick) < set(names)
 
 
-def test_mean_and_slowest_are_columns_and_aims() -> None:
+def test_mean_and_slowest_are_columns_and_targets() -> None:
     """Nine steps of 100 us and one of 1,100: 200 on average."""
     case = CaseResult("advance-B1-9", {"B": 1}, 1, 0, 1, False)
     samples = [100.0] * 9 + [1100.0]
@@ -112,7 +112,7 @@ def test_mean_and_slowest_are_columns_and_aims() -> None:
         table(report, {"targets": "advance-B1-9: mean other / 1 us <= 1"})
 
 
-def test_host_time_is_without_what_comes_before(watch: Watch) -> None:
+def test_host_time_excludes_the_setup_call(watch: Watch) -> None:
     watch.drive(timer)
     clock = Timer(CPU, flush_bytes=1 << 12)
     us = clock.host({"x": lambda i: watch.sleep(3e-6)}, bursts=4, burst=1, before=lambda i: watch.sleep(1.0))

@@ -33,7 +33,7 @@ def test_no_budget_compresses_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 35, 36, 37, 63, 64, 65, 500])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
-def test_append_of_any_length_keeps_every_token(tokens: int, policy: str) -> None:
+def test_any_prompt_length(tokens: int, policy: str) -> None:
     """Around pages of 16, 32 recent tokens with 4 sink tokens, and where a head is settled for the first time."""
     cache = make(budget=0.25, policy=policy)
     k, v = rows(tokens)
@@ -48,7 +48,7 @@ def test_append_of_any_length_keeps_every_token(tokens: int, policy: str) -> Non
     assert torch.equal(got[tiers == 0], by_head(k)[tiers == 0])
 
 
-def test_empty_cache_and_empty_request_have_no_tokens() -> None:
+def test_an_empty_cache() -> None:
     cache = make()
     cache.check()
     assert cache.requests == ()
@@ -83,7 +83,7 @@ def test_chunks_and_single_tokens_give_the_same_tokens() -> None:
     assert torch.equal(whole.gather(0)[0][both], steps.gather(0)[0][both])
 
 
-def test_a_request_does_not_depend_on_its_neighbours() -> None:
+def test_a_request_does_not_depend_on_the_rest_of_the_batch() -> None:
     """With a fraction: alone and in a ragged batch, bit for bit."""
     parts = [rows(n, seed=n) for n in (7, 300, 0, 129)]
     batch, lengths = make(max_requests=4), [7, 300, 0, 129]
@@ -98,7 +98,7 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
 
 
 def decoded_beside(cache: TieredCache, neighbours: list[int]) -> torch.Tensor:
-    """Tiers of request 0 after a prompt and some steps, with others of these lengths beside it."""
+    """Tiers of request 0 after a prompt and some steps, in a batch with others of these lengths."""
     lengths = [300, *neighbours]
     parts = [[torch.randn(2, 340, 2, 32, generator=torch.Generator().manual_seed(n)) for n in lengths] for _ in "kv"]
     for layer in range(2):
@@ -110,7 +110,7 @@ def decoded_beside(cache: TieredCache, neighbours: list[int]) -> torch.Tensor:
     return torch.stack([cache.tier_map(layer) for layer in range(2)])
 
 
-def test_when_a_request_settles_does_not_depend_on_its_neighbours() -> None:
+def test_when_a_request_settles_does_not_depend_on_the_batch() -> None:
     """Also where all layers settle at once, and one of the others finds no room so; nor on who was there before."""
     options = dict(layers=2, dim=32, budget=0.6, recent_tokens=28, sink_tokens=4, settle_every=16, max_requests=3)
     alone = decoded_beside(make(**options), [])
@@ -172,7 +172,7 @@ def test_quantised_rows_are_as_good_as_their_format() -> None:
 
 
 @pytest.mark.parametrize("fill", [0.0, 6e4, -3e38, math.inf, math.nan])
-def test_non_finite_row_does_not_affect_others(fill: float) -> None:
+def test_a_non_finite_row_affects_no_other_row(fill: float) -> None:
     k, v = rows(1300)
     bad_k, bad_v = k.clone(), v.clone()
     bad_k[1100], bad_v[200] = fill, fill  # of K one that has no part in the centre
@@ -190,7 +190,7 @@ def test_non_finite_row_does_not_affect_others(fill: float) -> None:
 # What kernels read
 
 
-def test_views_match_the_cache_state() -> None:
+def test_bucket_views_show_the_current_state() -> None:
     cache = make(layers=2, max_requests=2, dtype=torch.bfloat16)
     view = cache.bucket_views(1)
     addresses = [t.data_ptr() for t in (view.page_table, view.count, view.slab_pointers, view.centre, view.seq_lens)]
@@ -281,7 +281,7 @@ def test_positions_use_int32_beyond_32768_tokens() -> None:
         (dict(settle_every=0), "settle_every: expected"),
     ],
 )
-def test_invalid_options_raise(options: dict, message: str) -> None:
+def test_invalid_constructor_arguments_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
 
@@ -313,13 +313,13 @@ def test_requests_are_whole_numbers() -> None:
     assert same(before, fingerprint(cache))
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="device: expected one that torch sees, got cuda, and it sees no CUDA"):
         make(device="cuda")
 
 
-def test_invalid_append_raises_and_changes_nothing() -> None:
+def test_invalid_append_arguments_are_named() -> None:
     cache = make(max_requests=2, max_tokens=64)
     k, v = rows(10)
     before = fingerprint(cache)
@@ -332,7 +332,7 @@ def test_invalid_append_raises_and_changes_nothing() -> None:
         (lambda: cache.append(0, k, v, seq_lens=[-1, 11]), ValueError, "seq_lens: expected"),
         (lambda: cache.append(0, k[None], v[None], seq_lens=[10]), ValueError, "seq_lens: expected None"),
         (lambda: cache.append(0, k, v, requests=[2]), ValueError, "requests: expected numbers below 2"),
-        (lambda: cache.append(0, k, v, requests=[0, 0], seq_lens=[5, 5]), ValueError, "requests: expected 2 different"),
+        (lambda: cache.append(0, k, v, requests=[0, 0], seq_lens=[5, 5]), ValueError, "requests: expected 2 distinct"),
         (lambda: cache.append(0, k, v, requests=[0, 1]), ValueError, r"requests: expected 1, .* come with seq_lens"),
         (lambda: cache.append(0, k, v, requests="a"), ValueError, "requests: expected whole numbers, got 'a'"),
         (lambda: cache.append(0, k, v, seq_lens=["a"]), ValueError, r"seq_lens: expected whole numbers, got \['a'\]"),

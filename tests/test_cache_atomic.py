@@ -258,7 +258,7 @@ def test_out_of_memory_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_that_goes_back_waits_for_other_streams() -> None:
+def test_freed_memory_is_recorded_on_other_streams() -> None:
     """A stream that has yet to read pages when the cache frees them, on the stream that allocated their slabs."""
     cache = filled(budget=None, debug=False)
     want = [slab.clone() for slab in cache.pool.slabs if slab is not None]

@@ -44,7 +44,7 @@ def test_memory_is_what_was_allocated() -> None:
 
 
 @pytest.mark.parametrize("budget", [60_000, 0.05])
-def test_budget_exceeded_names_what_would_fit(budget: int | float) -> None:
+def test_the_error_names_a_budget_with_room(budget: int | float) -> None:
     options = dict(dtype=torch.bfloat16, max_tokens=2048)
     with pytest.raises(BudgetExceeded, match=r"; budget(_bytes)?=[\d.]+ has room for them") as found:
         make(**limit(budget), **options).append(0, *rows(2000, dtype=torch.bfloat16))
@@ -53,7 +53,7 @@ def test_budget_exceeded_names_what_would_fit(budget: int | float) -> None:
     make(**limit(type(budget)(enough)), **options).append(0, *rows(2000, dtype=torch.bfloat16))
 
 
-def test_budget_exceeded_changes_nothing() -> None:
+def test_exceeding_the_budget_leaves_the_cache_unchanged() -> None:
     cache = make(budget=0.02, max_requests=2)
     cache.append(0, *rows(50))
     before = fingerprint(cache)
@@ -67,7 +67,7 @@ def test_budget_exceeded_changes_nothing() -> None:
     assert same(before, fingerprint(cache))
 
 
-def test_byte_budget_covers_all_requests() -> None:
+def test_a_byte_budget_covers_tables_and_pages() -> None:
     cache = make(budget_bytes=400_000, max_requests=4, dtype=torch.bfloat16, max_tokens=2048)
 
     def fill() -> None:
@@ -87,7 +87,7 @@ def test_byte_budget_covers_all_requests() -> None:
 
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("policy", ["importance", "recency", "uniform"])
-def test_eviction_keeps_the_budget(policy: str, per_head: bool) -> None:
+def test_evict_drops_tokens_instead_of_raising(policy: str, per_head: bool) -> None:
     cache = make(budget=0.05, evict=True, policy=policy, per_head=per_head, dtype=torch.bfloat16)
     for i in range(20):
         k, v = rows(100, dtype=torch.bfloat16, seed=i)
@@ -221,7 +221,7 @@ def test_pages_cost_their_bytes_and_a_slab_per_tier(
     assert slack() <= budget.reserve
 
 
-def test_empty_slabs_make_way_for_those_of_other_tiers() -> None:
+def test_empty_slabs_are_replaced_by_slabs_of_other_tiers() -> None:
     """A pool whose slabs have a different size in each tier."""
     pool = Pool([640, 448, 192], 1024, 3, torch.device("cpu"))
     assert pool.slab_sizes == (640, 896, 960)

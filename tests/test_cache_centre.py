@@ -42,7 +42,7 @@ def turned(x: torch.Tensor, angle: torch.Tensor, start: int, neighbours: bool) -
 
 @pytest.mark.parametrize("neighbours", [False, True])
 @pytest.mark.parametrize(("tokens", "most", "horizon"), [(90, 4096, 2048), (90, 500, 500), (1100, 4096, 2200)])
-def test_a_centre_foresees_the_turns_of_rope(neighbours: bool, tokens: int, most: int, horizon: int) -> None:
+def test_a_centre_anticipates_the_rotation_of_rope(neighbours: bool, tokens: int, most: int, horizon: int) -> None:
     """The mean of what all positions up to the horizon have in common, whatever the pairs, a shift of all positions,
     and channels that are not turned."""
     angle = 1e4 ** -(torch.arange(24).double() / 24)
@@ -70,7 +70,7 @@ def test_rows_that_rope_does_not_explain_have_their_mean() -> None:
     torch.testing.assert_close(cache.centre[0, 0], k.mean(0))
 
 
-def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
+def test_non_finite_values_do_not_shift_a_rotated_centre() -> None:
     """A token of them, and a channel of them: other channels have the centre that they would have."""
     angle = 1e4 ** -(torch.arange(32).double() / 32)
     common = 4 * torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(3))
@@ -88,7 +88,7 @@ def test_values_that_are_not_finite_shift_no_turned_centre() -> None:
     torch.testing.assert_close(centres[1][:, others], centres[0][:, others], rtol=0.05, atol=0.1)
 
 
-def test_the_heads_of_a_layer_are_turned_alike() -> None:
+def test_the_heads_of_a_layer_use_one_pairing() -> None:
     """Heads share one RoPE pairing: a head of pure noise gets no mean of fast channels either."""
     angle = 1e4 ** -(torch.arange(32).double() / 32)
     common = torch.stack([torch.full((64,), 5.0), torch.zeros(64)]).unsqueeze(0)
@@ -137,8 +137,8 @@ def test_centres_of_several_layers() -> None:
         torch.testing.assert_close(cache.centre[request, layer], k.mean(0))
 
 
-def test_centres_of_those_that_have_none_yet() -> None:
-    """A request that has one settles beside one that has none, stored and new tokens in both."""
+def test_centres_are_computed_only_where_missing() -> None:
+    """A request that has one settles together with one that has none, stored and new tokens in both."""
     cache = make(max_requests=3, recent_tokens=16)
     k, v = rows(900)
     cache.append(0, k[:300], v[:300], [1])
@@ -165,7 +165,7 @@ def test_nan_among_the_first_tokens_leaves_the_centre_finite() -> None:
 
 
 @pytest.mark.parametrize("rope", [(), (1.0, 0.1, 0.01)])
-def test_a_flag_a_token_gives_the_centre_of_a_flag_a_value(rope: tuple[float, ...]) -> None:
+def test_a_mask_per_token_gives_the_centre_of_a_mask_per_value(rope: tuple[float, ...]) -> None:
     """Bit for bit, where all values take part; where one does not, only its channels and their pairs differ."""
     k = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)) + 2
     there = torch.zeros(60, dtype=torch.int64), torch.arange(60)

@@ -39,7 +39,7 @@ def test_loaded_request_equals_the_saved_one(tmp_path) -> None:
     other.check()
 
 
-def test_a_file_says_nothing_of_dropped_tokens(tmp_path) -> None:
+def test_a_file_contains_no_dropped_tokens(tmp_path) -> None:
     cache, path = saved(tmp_path, budget=None)
     secret = torch.full((5, 2, 64), 12345.0)
     cache.append(0, secret, secret)
@@ -74,7 +74,7 @@ def test_load_settles_into_a_smaller_budget(tmp_path) -> None:
         dict(max_tokens=299),
     ],
 )
-def test_a_foreign_cache_is_refused(tmp_path, options: dict) -> None:
+def test_a_file_of_a_different_cache_is_refused(tmp_path, options: dict) -> None:
     _, path = saved(tmp_path)
     other = make(**(dict(layers=2, max_requests=2) | options))
     with pytest.raises(ValueError, match="path: expected a request that this cache can hold"):

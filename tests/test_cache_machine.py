@@ -359,7 +359,7 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
-def test_long_random_runs_match_the_model() -> None:
+def test_long_random_runs_keep_the_invariants() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=150, stateful_step_count=50))

@@ -27,7 +27,7 @@ def some_mass(requests: int, n: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["mean", "ema"])
-def test_mass_with_the_tokens_is_mass_after_them(mode: str) -> None:
+def test_mass_passed_to_append_equals_mass_reported_afterwards(mode: str) -> None:
     caches = [make(budget=None, importance=mode) for _ in range(2)]
     for step, n in enumerate((40, 7, 1)):
         end = caches[0].length(0) + n
@@ -53,7 +53,7 @@ def test_a_prompt_settles_by_its_own_mass() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_mass_with_a_gradient_is_a_mass() -> None:
+def test_mass_with_a_gradient_is_accepted() -> None:
     """Tensors that require grad, as outside no_grad: no warning, and no autograd graph is kept."""
     cache = make(budget=0.35, max_tokens=1024)
     cache.append(0, *(x.requires_grad_() for x in rows(1000)), mass=torch.rand(1, 2, 1000, requires_grad=True).exp())
@@ -65,7 +65,7 @@ def test_a_mass_with_a_gradient_is_a_mass() -> None:
 def test_ragged_requests_say_how_many_queries() -> None:
     cache = make(max_requests=2, budget=0.25)
     k, v = rows(900)
-    with pytest.raises(ValueError, match="queries: expected how many"):
+    with pytest.raises(ValueError, match="queries: expected the number of queries"):
         cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600))
     cache.append(0, k, v, requests=[0, 1], seq_lens=[300, 600], mass=some_mass(2, 600), queries=64)
     cache.check()
@@ -76,7 +76,7 @@ def test_ragged_requests_say_how_many_queries() -> None:
         cache.append(0, k[:4], v[:4], requests=[1], mass=some_mass(1, 604).long())
 
 
-def test_what_does_not_fit_leaves_the_importance() -> None:
+def test_a_failed_append_leaves_importance_unchanged() -> None:
     cache = make(budget_bytes=400_000, max_tokens=20_000)
     cache.append(0, *rows(500), mass=some_mass(1, 500))
     before, tiers = cache.importance(0), cache.tier_map(0)
@@ -87,7 +87,7 @@ def test_what_does_not_fit_leaves_the_importance() -> None:
     cache.check()
 
 
-def test_other_policies_take_mass_and_forget_it() -> None:
+def test_other_policies_accept_and_ignore_mass() -> None:
     for policy in ("recency", "uniform"):
         caches = [make(budget=0.25, policy=policy) for _ in range(2)]
         caches[0].append(0, *rows(800), mass=some_mass(1, 800))
@@ -95,8 +95,8 @@ def test_other_policies_take_mass_and_forget_it() -> None:
         assert torch.equal(caches[0].tier_map(0), caches[1].tier_map(0))
 
 
-def test_nobody_is_certainly_unimportant() -> None:
-    """Without the floor the few that were asked for get all bits; with a large one, nearly all get the same."""
+def test_a_larger_floor_spreads_bits_more_evenly() -> None:
+    """Without the floor the few that received attention get all bits; with a large one, nearly all get the same."""
 
     def tiers(floor: float) -> int:
         cache = make(budget=0.35, max_tokens=1024)

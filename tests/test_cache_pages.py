@@ -141,7 +141,7 @@ def test_pool_compacts_without_losing_a_byte() -> None:
     assert p.slabs_of(1) == 1
 
 
-def test_pool_raises_for_invalid_sizes_and_missing_slabs() -> None:
+def test_pool_rejects_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=r"strides\[1\]: expected a multiple of 64"):
         pool.Pool([256, 100], 512, 4, CPU)
     with pytest.raises(ValueError, match="capacity: expected at most"):
@@ -160,7 +160,7 @@ class Recorded(torch.Tensor):
         self.streams.append(stream)
 
 
-def test_slabs_that_go_wait_for_the_streams_that_used_them() -> None:
+def test_freed_slabs_are_recorded_on_the_streams_that_used_them() -> None:
     """Slabs that are trimmed, and those that make way for another tier; one in use is left alone."""
     p = pool.Pool([640, 448], 1024, 3, CPU)
     handles = p.allocate(0, 3)
@@ -223,7 +223,7 @@ def test_rows_in_pages_as_the_layout_packs_them(name: str, dim: int, tokens: int
     assert torch.equal(clean[:, : kind.format.page_bytes], whole)
 
 
-def test_a_width_that_stays_keeps_its_codes() -> None:
+def test_an_unchanged_width_keeps_its_codes() -> None:
     four, mixed = (
         pages.PageFormat(Format.parse(name, 64, 16), torch.float32, torch.int16, True, CPU) for name in ("K4V4", "K4V2")
     )
@@ -269,7 +269,7 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
 @pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_new_rows_are_quantised_where_they_lie(
+def test_gathered_rows_are_quantised_to_the_codes_of_torch(
     dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chosen rows of any dtype, in any order and more than once, on several threads: the codes of torch."""

@@ -24,7 +24,7 @@ def test_errors_follow_the_measured_ratio() -> None:
         assert 10 * math.log10(x.square().sum() / error.square().sum()) == pytest.approx(db, abs=1.0)
 
 
-def test_hull_leaves_out_what_is_never_best() -> None:
+def test_hull_skips_tiers_that_are_never_best() -> None:
     tiers, slopes = prices.hull([16, 4, 3.9, 2], [0, 0.01, 0.1, 0.12])
     assert tiers == [0, 1, 3]
     assert slopes == sorted(slopes)
@@ -51,7 +51,7 @@ def test_recency_gives_the_newest_the_most() -> None:
     assert len(tiers.unique()) >= 3
 
 
-def test_importance_keeps_what_matters_per_head() -> None:
+def test_importance_keeps_important_tokens_per_head() -> None:
     cache = make(budget=0.35, dtype=torch.bfloat16, recent_tokens=128)
     cache.append(0, *rows(120, dtype=torch.bfloat16))
     mass = torch.full((1, 2, 120), 1e-3)
@@ -98,7 +98,7 @@ def test_importance_moves_with_its_token() -> None:
     torch.testing.assert_close(cache.importance(0), before)
 
 
-def test_hysteresis_protects_what_is_settled() -> None:
+def test_hysteresis_protects_settled_tokens() -> None:
     def demoted(hysteresis: float) -> int:
         cache = make(hysteresis=hysteresis, budget=0.2, dtype=torch.bfloat16, tiers=("K4V4", "K2V2"))
         random_ = torch.Generator().manual_seed(0)

@@ -31,7 +31,7 @@ def test_fork_shares_until_one_writes() -> None:
     assert cache.memory().kinds["slabs"] == 0
 
 
-def test_a_request_that_goes_shares_nothing() -> None:
+def test_a_freed_request_shares_no_pages() -> None:
     """Requests without shared pages are handled in one pass."""
     cache = make(max_requests=3)
     cache.append(0, *rows(100))
@@ -45,7 +45,7 @@ def test_a_request_that_goes_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.25, 1_000_000])
-def test_a_copy_has_pages_of_its_own(budget: int | float) -> None:
+def test_a_copy_has_separate_pages(budget: int | float) -> None:
     cache = make(layers=2, max_requests=3, **limit(budget))
     for layer in range(2):
         cache.append(layer, *rows(300, seed=layer), requests=[0])
@@ -94,7 +94,7 @@ def test_forks_under_bytes_cost_nothing_until_they_differ() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 16, 250, 299, 300, 400])
-def test_crop_keeps_the_first_tokens_and_their_tiers(length: int) -> None:
+def test_crop_drops_the_last_tokens(length: int) -> None:
     cache = make(layers=2, max_requests=2)
     for layer in range(2):
         cache.append(layer, *rows(300, seed=layer))
@@ -172,7 +172,7 @@ def test_speculative_steps_roll_back() -> None:
     cache.check()
 
 
-def test_reorder_copies_requests() -> None:
+def test_reorder_shares_pages_between_beams() -> None:
     cache = make(max_requests=4)
     data = [rows(200 + i, seed=i) for i in range(4)]
     for i, (k, v) in enumerate(data):

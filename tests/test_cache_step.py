@@ -37,7 +37,9 @@ def started(lengths: dict[int, int], layers: int = 2, **options):
 @pytest.mark.parametrize(
     "options", [dict(), dict(max_tokens=40000), dict(policy="recency"), dict(importance="ema")], ids=str
 )
-def test_a_step_is_an_append(backend: str, dtype: torch.dtype, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_equals_an_append(
+    backend: str, dtype: torch.dtype, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages are bit-identical across a page edge, from strided rows, with padding rows in the batch."""
     from kvstrata.cache.ops import step
 
@@ -120,7 +122,7 @@ def test_a_step_fits_where_an_append_does() -> None:
 
 
 def test_forks_that_share_their_pages_need_no_plan_to_fit() -> None:
-    """A layer that fits as it is, since its pages are shared, beside one that does not."""
+    """A layer that fits as it is, since its pages are shared, together with one that does not."""
     options = dict(budget_bytes=240_000, recent_tokens=16, sink_tokens=0, settle_every=8, max_requests=3)
     one, other = (make(2, **options) for _ in range(2))
     k, v = rows(20)
@@ -140,7 +142,7 @@ def test_forks_that_share_their_pages_need_no_plan_to_fit() -> None:
     assert one.memory().total <= one.memory().allowed
 
 
-def test_a_step_is_taken_back() -> None:
+def test_a_step_is_undone_by_crop() -> None:
     cache = started({0: 16, 1: 3}, budget=None)
     before = [cache.gather(1, request) for request in range(2)]
     cache.advance()
@@ -154,7 +156,7 @@ def test_a_step_is_taken_back() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before[request], cache.gather(1, request), strict=True))
 
 
-def test_forks_part_before_they_are_written() -> None:
+def test_shared_pages_are_copied_before_a_fork_is_written() -> None:
     cache = started({0: 20}, budget=None)
     twin = cache.fork(0)
     k, v = (x.to(DEVICE) for x in rows(1))
@@ -168,7 +170,7 @@ def test_forks_part_before_they_are_written() -> None:
     assert torch.equal(cache.gather(1, twin)[0][:, :20], cache.gather(1, 0)[0])
 
 
-def test_rows_of_requests_without_tokens_go_nowhere() -> None:
+def test_rows_of_requests_without_tokens_are_not_written() -> None:
     cache = started({1: 5}, budget=None)
     before = fingerprint(cache)
     k, v = (x.to(DEVICE) for x in rows(4))
@@ -184,7 +186,7 @@ def test_rows_of_requests_without_tokens_go_nowhere() -> None:
     cache.check()
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named_in_the_error() -> None:
     cache = started({0: 5, 1: 16}, budget=None, max_tokens=16)
     k, v = (x.to(DEVICE) for x in rows(2))
     before = fingerprint(cache)

@@ -139,7 +139,7 @@ def test_a_balance_does_not_change_the_centre_of_the_model(device: str) -> None:
     assert torch.equal(again.unflatten(0, (-1, HEADS)), own), "stored ones are divided, too"
 
 
-def test_a_place_has_the_centre_that_it_has_alone(device: str) -> None:
+def test_a_centre_does_not_depend_on_other_places(device: str) -> None:
     """Bit for bit, whatever other places there are and however many of its rows are new."""
     rope = [1e2 ** -(i / 16) for i in range(16)]
     x = rows(600, 32, rope, True)
@@ -194,7 +194,7 @@ def test_centres_stay_and_failed_operations_store_none(device: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_centre_kernels_compile_within_resource_limits(arch: str) -> None:
+def test_centre_kernels_stay_within_register_limits(arch: str) -> None:
     """No spills in blocks of 1024 threads."""
     pytest.importorskip("cuda.core")
     for dtype, position in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):

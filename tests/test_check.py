@@ -157,9 +157,9 @@ def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
     assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
 
 
-def test_unsupported_call_is_not_a_failure(monkeypatch):
-    def unsupported(draw, backend):
-        raise Unsupported("not such a call")
+def test_a_refused_call_is_not_a_failure(monkeypatch):
+    def refuse(draw, backend):
+        raise Refused("not such a call")
 
     monkeypatch.setattr(sweeps.find("replay"), "trial", unsupported)
     step = check.check_sweep("replay", CPU, "reference", 3)
@@ -172,7 +172,7 @@ def test_draws_are_the_same_for_a_seed():
     assert torch.equal(first.normal(3), again.normal(3))
 
 
-def test_check_passes_on_the_cpu_and_says_what_it_skipped():
+def test_check_passes_on_the_cpu_and_reports_what_it_skipped():
     done = invoke("check", "replay", "--device", "cpu", "--quick")
     assert done.exit_code == 0, done.output
     assert "Correctness: PASSED" in done.stdout
@@ -223,7 +223,7 @@ def test_sanitizer_output_is_parsed(text, code, errors):
     assert check.read_sanitizer(text, code)[1] == errors
 
 
-def test_the_sanitizer_watches_a_child(monkeypatch, tmp_path):
+def test_the_sanitizer_runs_a_child_process(monkeypatch, tmp_path):
     """A stand-in that runs what it is given and adds a summary."""
     tool = tmp_path / "compute-sanitizer"
     rest = "sys.argv[sys.argv.index('--error-exitcode') + 2 :]"
@@ -250,8 +250,8 @@ def pretended_cuda(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("pretended_cuda")
-def test_a_sweep_in_a_process_of_its_own():
-    step = check.run_sweep_process("replay", "reference", 6, 3, math.inf, 600.0)
+def test_a_sweep_runs_in_a_separate_process():
+    step = check.watch_sweep("replay", "reference", 6, 3, math.inf, 600.0)
     assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
     step = check.run_sweep_process("replay", "reference", 6, 3, 0.0, 600.0)
     assert step.done == sweeps.MIN_TRIALS
@@ -275,7 +275,7 @@ def test_sweep_output_is_parsed(text, code, found):
     assert check.read_sweep(text, code) == found
 
 
-def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
+def test_on_a_gpu_sweeps_tools_and_cases_run_in_parallel(monkeypatch):
     """Five of them meet at a barrier; one after the other they would not."""
     meet = threading.Barrier(5, timeout=600)
 
@@ -296,7 +296,7 @@ def test_on_a_gpu_sweeps_tools_and_cases_run_side_by_side(monkeypatch):
     assert steps[2].skipped == "not here"
 
 
-def test_outcomes_are_kept_and_rendered(monkeypatch, tmp_path):
+def test_outcomes_are_saved_and_rendered(monkeypatch, tmp_path):
     """An op takes the place of its earlier entry; a failure is kept as one."""
     monkeypatch.chdir(tmp_path)
     tools = [check.Step(check_results.SANITIZER + tool, 3, 1.0) for tool in check_results.TOOLS]

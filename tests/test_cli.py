@@ -135,7 +135,7 @@ def test_bench_json_is_json(kvstrata):
         (["toy", "--against", "missing.json"], "missing.json"),
     ],
 )
-def test_usage_errors_are_one_line(kvstrata, arguments, message):
+def test_bad_requests_get_a_one_line_error(kvstrata, arguments, message):
     done = kvstrata("bench", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr
@@ -156,7 +156,7 @@ def test_report_fills_documents_and_draws(kvstrata):
     assert kvstrata("report", "--check").stdout == "Nothing to bring up to date.\n"
 
 
-def test_report_says_what_is_missing(kvstrata):
+def test_report_names_missing_results(kvstrata):
     Path("x.md").write_text("<!-- kvstrata:other -->\n<!-- /kvstrata:other -->\n")
     done = kvstrata("report", "x.md")
     assert done.exit_code == 2
@@ -210,7 +210,7 @@ def test_help_fills_its_lines(kvstrata, monkeypatch, command):
                 assert len(line) + 1 + len(after.split()[0]) > width - 4, "there was room for another word"
 
 
-def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):
+def test_benchmarks_are_discovered_by_module(monkeypatch, tmp_path):
     (tmp_path / "found.py").write_text("def cases(device, quick): return []\n")
     monkeypatch.setattr(cases, "__path__", [*cases.__path__, str(tmp_path)])
     assert "found" in cases.names()
@@ -222,7 +222,7 @@ def test_benchmarks_are_found_by_module(monkeypatch, tmp_path):
     ("module", "absent"),
     [("kvstrata", ("torch", "typer", "rich")), ("kvstrata.cache", ("scipy", "matplotlib", "typer", "rich"))],
 )
-def test_commands_import_heavy_modules_lazily(module, absent):
+def test_imports_are_lazy(module, absent):
     code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -243,7 +243,7 @@ print([m for m in {heavy} if m in sys.modules])
     assert done.stdout.strip() == "[]"
 
 
-def test_public_names_are_there():
+def test_public_names_are_importable():
     import kvstrata
 
     assert set(kvstrata.__all__) <= set(dir(kvstrata))

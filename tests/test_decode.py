@@ -44,7 +44,7 @@ def test_every_dtype_equals_the_model(backend: str, dtype: torch.dtype) -> None:
 
 @each_backend
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
-def test_every_group_of_query_heads_equals_the_model(backend: str, group: int) -> None:
+def test_every_group_size_equals_the_model(backend: str, group: int) -> None:
     few(backend, group in (1, 7, 16))
     check_of(backend, [60, 40], group=group, dtype=HALF)
     check_of(backend, [45], group=group, kv_heads=1, dtype=HALF)
@@ -96,9 +96,7 @@ def test_sliding_window_hides_older_tokens(backend: str, window: int, q_len: int
 @each_backend
 @pytest.mark.parametrize(("q_len", "window"), [(4, None), (8, 40), (1, 33), (1, 64)])
 @pytest.mark.parametrize("tiers", [("K4V4",), ("K3V2",)], ids=str)
-def test_window_inside_full_pages_equals_the_model(
-    backend: str, tiers: tuple[str, ...], q_len: int, window: int | None
-) -> None:
+def test_fully_hidden_pages(backend: str, tiers: tuple[str, ...], q_len: int, window: int | None) -> None:
     """Nothing but a position says so: every slot is taken, and all but a few tokens are seen."""
     few(backend, tiers == ("K4V4",) and q_len != 8)
     full = dict(page_tokens=64, recent=0, plain=False, tiers=tiers, dtype=HALF)
@@ -159,7 +157,7 @@ def test_forks_crops_and_some_requests(backend: str) -> None:
 
 
 @each_backend
-def test_layers_do_not_affect_each_other(backend: str) -> None:
+def test_layers_are_independent(backend: str) -> None:
     cache = filled([30, 20], layers=3, dtype=HALF)
     q = torch.randn(2, 1, 6, 64).to(HALF).to(DEVICE)
     for layer in range(3):
@@ -288,10 +286,10 @@ def test_fixed_split_is_batch_invariant() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("combine", [1, 4, 8, 16])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_combine_with_any_number_of_partials_equals_the_model(
+def test_any_number_of_combining_warps_gives_the_same_output(
     combine: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many: more partial results than they take at a time, requests with none, sinks beside them."""
+    """More partials than they take at a time, requests with none, and sinks."""
     cut = dict(warps=2, resident=8, width=1, waves=1, combine=combine)
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
     options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0], device=DEVICE))
@@ -325,7 +323,7 @@ def test_captured_step_follows_the_cache(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_captured_call_has_room_for_what_will_come(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_call_has_room_for_longer_requests(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that the host fixes are those of the longest request that there can be."""
     cache = filled([30, 5])
     q = torch.randn(2, 1, 6, 64, device=DEVICE)

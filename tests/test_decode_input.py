@@ -16,7 +16,7 @@ from kvstrata import AttentionOutput, DecodePlan, TieredCache, decode_attention
 from kvstrata.attention.decode import op
 
 
-def test_plans_that_do_not_fit() -> None:
+def test_plans_for_other_calls_are_refused() -> None:
     cache, other = filled([20]), filled([20])
     q = torch.randn(1, 1, 6, 64, device=DEVICE)
     with pytest.raises(ValueError, match="plan: expected a plan for the given cache"):
@@ -73,7 +73,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name: str) -> None:
+def test_bad_input_is_named_in_the_error(name: str) -> None:
     change, error, message = BAD[name]
     cache = TieredCache(1, 2, 64, dtype=torch.float32, max_requests=2)
     cache.append(0, *torch.randn(2, 2, 5, 2, 64))
@@ -83,7 +83,7 @@ def test_bad_input_is_named(name: str) -> None:
         decode_attention(**arguments)
 
 
-def test_backends_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_backends_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of([10])
     job = op._job(case.q, case.cache, 0, None, None, None, None, None, False, False)
     assert op._choose("auto", job) == ("numba" if HAS_NUMBA else "reference") or HAS_GPU

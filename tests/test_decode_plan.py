@@ -98,7 +98,7 @@ def test_layers_share_a_plan(idle: list[str], plans: list[weakref.ref]) -> None:
 
 
 @emulated
-def test_a_plan_goes_with_its_cache(idle: list[str], plans: list[weakref.ref]) -> None:
+def test_a_plan_is_freed_with_its_cache(idle: list[str], plans: list[weakref.ref]) -> None:
     cache = small()
     call(cache)
     slab = weakref.ref(cache.pool)
@@ -110,7 +110,7 @@ def test_a_plan_goes_with_its_cache(idle: list[str], plans: list[weakref.ref]) -
 
 
 @emulated
-def test_plans_used_least_recently_go_first(idle: list[str], plans: list[weakref.ref]) -> None:
+def test_least_recently_used_plans_are_evicted_first(idle: list[str], plans: list[weakref.ref]) -> None:
     cache = small(requests=decode_cuda.KEPT + 1)
     for many in [*range(1, decode_cuda.KEPT + 1), 1, decode_cuda.KEPT + 1]:
         call(cache, requests=list(range(many)))
@@ -243,7 +243,7 @@ def test_lists_that_a_replay_may_have_replaced(idle: list[str], monkeypatch: pyt
 
 
 @pytest.mark.gpu
-def test_graphs_give_their_memory_back() -> None:
+def test_graphs_free_their_memory() -> None:
     """Calls without a plan, of requests in an order that no call had before."""
     cache = filled([900, 300, 20], layers=4, dtype=torch.bfloat16)
     q = queries(2, heads=6, dim=64)

@@ -48,7 +48,7 @@ def fails(*given, **named):
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_calls_that_repeat_give_what_the_first_gave(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
+def test_repeated_calls_equal_the_first(monkeypatch: pytest.MonkeyPatch, q_len: int) -> None:
     """Layer after layer with other queries, then after the cache has grown, without checks or jobs."""
     cache = filled([90, 30])
     first = [decode_attention(queries(2, q_len), cache, layer, backend="cuda") for layer in range(3)]
@@ -69,7 +69,7 @@ def test_calls_that_repeat_give_what_the_first_gave(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(got.float(), want.float(), atol=2e-3, rtol=2e-3)
 
 
-def test_changed_calls_take_the_slow_path() -> None:
+def test_any_other_call_takes_the_normal_path() -> None:
     cache = filled([90, 30])
     q = queries(2)
     decode_attention(q, cache, 0, backend="cuda")

@@ -83,7 +83,7 @@ def test_one_list_for_all_layers() -> None:
 
 
 @pytest.mark.parametrize("combine", [1, 8])
-def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_configuration_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a step is cut, the result is the same."""
     cut = Cut(warps=2, resident=8, width=1, waves=3, combine=combine)  # 12 columns read pages twice
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: asdict(cut))
@@ -93,8 +93,8 @@ def test_cut_of_a_tuned_table(combine: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dim", [32, 80, 256])
-def test_a_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More partial results than it takes at a time, requests with none, a sink beside them."""
+def test_one_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More partials than it takes at a time, requests with none, and a sink."""
     cut = Cut(warps=1, resident=8, width=1, waves=4, combine=1)
     monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: asdict(cut))
     options = dict(sinks=torch.tensor([0.5, -1.0, -torch.inf, 2.0]))

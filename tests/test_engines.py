@@ -53,7 +53,7 @@ def test_block_of_64_is_one_page():
         ({"kvstrata": {"format": "K4V4", "calibration": 3}}, "kvstrata.calibration: expected the path"),
     ],
 )
-def test_wrong_options_are_named(config, message):
+def test_wrong_options_are_named_in_the_error(config, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Options.parse(config)
 
@@ -114,7 +114,7 @@ def test_split_counts_the_short_requests_in_front():
     assert split(ints(0, 3, 3, 4), 3) == 3
 
 
-def test_batch_of_decodes_is_one_decode_part():
+def test_a_batch_of_decodes_only():
     batch = batch_of([1, 1, 1], [5, 9, 70])
     assert batch.prefills == ()
     (decode,) = batch.decodes
@@ -408,7 +408,7 @@ def test_scratch_is_shared_and_kept():
     assert workspace(DEVICE, 0) is None
 
 
-def test_padded_drafts_give_what_the_requests_alone_give():
+def test_padded_drafts_equal_single_requests():
     """A graph of 3 requests with 4 tokens each replays a step of 2 with 4 and 2; what is behind them is padding."""
     options = Options("K4V4")
     layer = PackedLayer(options, 4, 2, 64, 0.125)

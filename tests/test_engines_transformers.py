@@ -92,7 +92,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, bool]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_generate(name: str, steps: list[tuple[bool, bool, bool]]) -> None:
-    """Prompts in chunks beside decodes, beyond the window: at K8V8 every token is the best one, or within rounding."""
+    """Prompt chunks mixed with decodes, beyond the window: at K8V8 every token is the best one, or within rounding."""
     model = make(name)
     expected = [
         model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False)[0, len(p) :].tolist() for p in PROMPTS
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_generate(name: str, steps: list[tuple[bool, bool, b
     assert any(table for _, _, table in steps) == (name == "llama")
 
 
-def test_few_bits_are_seen_by_the_gap() -> None:
+def test_low_bit_formats_exceed_the_tolerance() -> None:
     """So a wrong block or a wrong position would be seen, too."""
     model = make("llama")
     with packed_batching(model, "K2V2"):
@@ -184,7 +184,7 @@ def test_calibration_file_is_applied_and_checked(tmp_path: Any) -> None:
         pass
 
 
-def test_other_models_and_later_calls_are_what_they_were() -> None:
+def test_other_models_and_later_calls_are_unaffected() -> None:
     model, other = make("llama"), make("llama")
     with packed_batching(model, "K2V2"):
         elsewhere = batch(other, PROMPTS)

@@ -333,7 +333,7 @@ def test_plugin_registers_once_and_keeps_others(monkeypatch, caplog, before, aft
     assert bool(caplog.text) == bool(warning)
 
 
-def test_plugin_does_not_stop_another_vllm(monkeypatch, caplog):
+def test_plugin_only_warns_with_another_vllm_version(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # it has no registry
     for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends.registry"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -127,7 +127,7 @@ def test_owner_is_the_module_that_gets_the_layer():
 
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("pairs", [DIM // 2, DIM // 4])
-def test_fused_projection_gives_the_calibration_of_separate_ones(neox, pairs):
+def test_calibration_equals_that_of_transformers(neox, pairs):
     """Fused rows against q_proj and k_proj, whose balance and centre hf computes from a module of its own."""
     rotary = Rotary(pairs=pairs, neox=neox, dtype=torch.float32)
     module = biased(Attention(rotary=rotary))
@@ -189,7 +189,7 @@ def test_weights_that_are_quantised_give_a_centre_alone():
     assert of(module)[0] is None  # RoPE is somewhere else
 
 
-def test_modules_that_are_left_alone():
+def test_unsupported_modules_give_no_calibration():
     module = Attention(bias=False)
     assert of(module) == (None, "its weights need none")
     assert of(module, heads=HEADS * 2)[1] == "no projection with as many heads was found"
@@ -202,7 +202,7 @@ def test_modules_that_are_left_alone():
     assert of(torch.nn.Sequential(torch.nn.Identity()), turned=False)[1].startswith("no projection")
 
 
-def test_new_weights_change_what_is_there():
+def test_reloaded_weights_update_the_same_tensors():
     """Addresses stay, since CUDA graphs hold them; what was not there is not added."""
     first, second = of(biased(Attention()))[0], LayerCalibration(torch.full((KV_HEADS, DIM), 4.0), torch.ones(2, DIM))
     addresses = first.balance.data_ptr(), first.centre.data_ptr()
@@ -223,7 +223,7 @@ def test_new_weights_change_what_is_there():
     ("config", "used"),
     [({}, True), ({"weights": False}, False), ({"calibration": "no file"}, False)],
 )
-def test_layer_is_calibrated_after_loading_weights(engine, caplog, config, used):
+def test_a_layer_is_calibrated_after_loading(engine, caplog, config, used):
     engine.configure({"kvstrata": {"format": "K4V4"} | config}, rope_parameters={"rope_theta": 1e4})
     impl = impl_of(engine)
     module = biased(Attention(impl)).to(DEVICE)

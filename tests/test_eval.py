@@ -56,7 +56,7 @@ def test_decoding_in_chunks_equals_one_forward() -> None:
         assert sum(map(sum, again.agree)) == 2 * sum(scores.count)
 
 
-def test_a_budget_of_one_measures_like_16_bit() -> None:
+def test_a_budget_of_one_equals_16_bit() -> None:
     net, ids = model(), tokens(60)
     exact = results.Quality({}, "tiny", ["text"])
     quality.run(net, ids, [contenders.strata(1.0, **OPTIONS)], exact, prompt=20, chunk=20)
@@ -117,7 +117,7 @@ def test_room_for_more_tokens_fills_whole_pages() -> None:
     assert plan.whole_pages(1, 32, 16) == 1
 
 
-def test_bits_of_codes_are_what_was_asked_for() -> None:
+def test_mean_code_bits_are_as_requested() -> None:
     net, ids = model(), tokens(600)
     for wanted in (2.5, 3.0, 3.5):
         options = OPTIONS | dict(tiers=["K4V4", "K3V2", "K2V2"], recent_tokens=11)  # 15 and the next token fill a page
@@ -172,7 +172,7 @@ def test_held_bytes_count_a_float32_model_as_16_bit() -> None:
     assert contenders.tensor_bytes(cache) == contenders.full_bytes(net.config, 1, 40)
 
 
-def test_results_come_back_and_a_run_goes_on(tmp_path: Path) -> None:
+def test_saved_results_are_continued(tmp_path: Path) -> None:
     net, ids = model(), tokens(120)
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["text"])
     wanted = [contenders.strata(0.5, **OPTIONS), contenders.strata(0.3, **OPTIONS)]
@@ -226,7 +226,7 @@ def test_rows_of_another_revision_are_measured_again() -> None:
     assert new in render.table(state, {"table": "needles"}).document()
 
 
-def test_a_peer_that_fails_is_named_and_the_rest_goes_on() -> None:
+def test_a_failing_peer_is_reported_and_the_rest_runs() -> None:
     def broken(config: object, rows: int, length: int) -> object:
         raise RuntimeError("no kernel for 3 bits\nand more")
 
@@ -376,7 +376,7 @@ def test_advice_keeps_its_bound_and_loads(tmp_path: Path) -> None:
         advise.advise(net, ids, found, 0.0, prompt=200, chunk=50)
 
 
-def test_built_in_texts_are_long_and_unknown_names_raise() -> None:
+def test_default_texts_exist() -> None:
     for name in texts.DEFAULT + texts.HELD_OUT:
         assert len(texts.text(name)) > 10_000, name
     with pytest.raises(ValueError, match="text: expected"):

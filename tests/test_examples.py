@@ -25,7 +25,7 @@ def prompts(device: str) -> list[torch.Tensor]:
     return [torch.randint(0, 512, (n,), device=device) for n in (40, 3, 77, 16, 25)]
 
 
-def test_an_engine_says_what_the_model_says() -> None:
+def test_engine_tokens_equal_the_models() -> None:
     """Greedy, with nothing compressed: token by token what `generate` gives each prompt alone. Places are fewer than
     prompts, so some wait, and one is empty at the end."""
     pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def test_an_engine_says_what_the_model_says() -> None:
 
 @pytest.mark.parametrize("budget", [None, 0.3])
 @pytest.mark.gpu
-def test_a_captured_engine_says_what_an_eager_one_says(budget: float | None) -> None:
+def test_captured_engine_tokens_equal_eager_ones(budget: float | None) -> None:
     engine = example("engine")
     model, given = engine.small_model("cuda", torch.bfloat16), prompts("cuda")
     found = []
@@ -58,12 +58,12 @@ def test_a_captured_engine_says_what_an_eager_one_says(budget: float | None) -> 
     assert found[0] == found[1]
 
 
-def test_the_engine_is_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_runs_as_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     example("engine").main(20)
     assert capsys.readouterr().out.count("+ 20:") == 6
 
 
 @pytest.mark.gpu
-def test_a_store_beside_attention() -> None:
+def test_a_store_overlapping_attention() -> None:
     example("overlap_store")

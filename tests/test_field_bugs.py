@@ -56,7 +56,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on(*BACKENDS, EMULATED)
 @pytest.mark.usefixtures("spoilt")
-def test_decode_of_padding_rows_in_spoilt_memory(backend: str) -> None:
+def test_decode_of_padding_rows_in_poisoned_memory(backend: str) -> None:
     """Requests of length 0 between others, longer than their queries and shorter, in tiers and in plain pages."""
     dtype = torch.bfloat16 if backend == "cuda" else HALF
     check(case_of([0, 40, 0, 2], q_len=3, dtype=dtype, tiers=("K4V4",)), backend)
@@ -71,7 +71,7 @@ def test_decode_of_padding_rows_in_spoilt_memory(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["reference", "triton", CUDA])
 @pytest.mark.usefixtures("spoilt")
-def test_prefill_of_rows_without_keys_in_spoilt_memory(name: str) -> None:
+def test_prefill_of_rows_without_keys_in_poisoned_memory(name: str) -> None:
     prefill_model.check(prefill_model.case_of([(3, 0), (5, 9), (20, 9), (0, 4)]), name, ragged=True)
     prefill_model.check(prefill_model.case_of([(7, 3)] * 2), name)
     if name != "cuda":
@@ -217,7 +217,7 @@ def test_appends_behind_a_busy_stream() -> None:
 # Owners
 
 
-def test_a_freed_request_is_gone() -> None:
+def test_a_freed_request_leaves_no_tokens() -> None:
     """Freed twice, read or appended to after: refused, while its pages are another's already."""
     cache = make_cache(max_requests=2, budget=None)
     first, second = cache.add_request(), cache.add_request()

@@ -33,7 +33,7 @@ def test_old_tokens_have_the_same_bytes_until_the_floor_ends(fraction: float, ma
     assert granted[budget.early] - granted[budget.early - 1] < 3 * budget.page_price[-1]  # no jump where it ends
 
 
-def test_where_old_tokens_have_no_extra() -> None:
+def test_lists_without_floor_extra() -> None:
     assert budget_of(budget=0.6).floor_extra == 0  # K8V8 comes first
     assert budget_of(budget=0.12).floor_extra == 0  # never overtakes its need
     assert budget_of(budget=0.18, max_tokens=512).floor_extra == 0  # nor within so few tokens

@@ -105,7 +105,7 @@ def test_a_context_that_is_no_text_is_refused_in_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "advise"])
-def test_a_model_with_attention_of_its_own_is_refused_in_one_line(
+def test_a_model_with_its_own_attention_is_refused_in_one_line(
     folder: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer, FalconConfig, FalconForCausalLM
@@ -121,7 +121,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_both_texts_are_written_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_texts_alternate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokens of one, some of the other, after a short text over each; as if each had been written alone."""
     from transformers import AutoModelForCausalLM
 

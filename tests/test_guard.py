@@ -30,11 +30,11 @@ def forward(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None
     return [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
 
 
-def test_easy_model_does_not_warn():
+def test_an_easy_model_gives_no_warning():
     assert forward(eval_model.model(), eval_model.tokens(160)) == []
 
 
-def test_hard_model_without_balance_warns_and_names_a_budget():
+def test_a_hard_model_gives_one_warning():
     hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)
     assert forward(hard, ids) == []  # with a balance
     found = forward(hard, ids, balance=False)
@@ -45,7 +45,7 @@ def test_hard_model_without_balance_warns_and_names_a_budget():
     assert forward(hard, ids, balance=False, budget=advised) == []
 
 
-def test_model_is_checked_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch):
     hard, ids = scaled(eval_model.model()), eval_model.tokens(160)
     assert len(forward(hard, ids, balance=False)) == 1
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 from kvstrata.layout.half_numba import BLOCK, to_half
 
 
-def test_every_half_and_what_lies_between() -> None:
+def test_every_fp16_value_and_the_midpoints_round_correctly() -> None:
     """All finite fp16 numbers, the middle of any two, its neighbours, and what has no place in fp16."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     exact = halves[halves.isfinite()].float().sort().values

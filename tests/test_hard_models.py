@@ -76,7 +76,7 @@ def test_pairs_of_other_sizes_cost_nothing():
     assert balanced < 1.4 * easy  # powers of two cost up to a sixth of K's noise
 
 
-def test_biases_that_rope_turns():
+def test_biases_rotated_by_rope():
     model, ids = biased(30.0), eval_model.tokens(TOKENS)
     truth = exact(model, ids)
     balanced, without = kl(model, ids, truth), kl(model, ids, truth, balance=False)
@@ -136,7 +136,7 @@ def balances(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | Non
     return cache.tiered.balance
 
 
-def test_rows_do_not_know_the_batch():
+def test_rows_do_not_depend_on_the_batch():
     model, ids = scaled(eval_model.model()), eval_model.tokens(60, rows=2)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[1, :25] = 0

@@ -19,7 +19,7 @@ from kvstrata.hf import StrataCache
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_budget_one_is_dynamic_cache(name: str) -> None:
+def test_budget_one_equals_dynamic_cache(name: str) -> None:
     model, ids = make(name), prompt(2, 40)
     expected = greedy(model, ids)
     cache = StrataCache(model.config, budget=1.0)
@@ -29,7 +29,7 @@ def test_budget_one_is_dynamic_cache(name: str) -> None:
     assert torch.equal(greedy(model, ids), expected), "the model is not what it was for other caches"
 
 
-def test_sampling_is_dynamic_cache() -> None:
+def test_sampling_equals_dynamic_cache() -> None:
     model, ids = make("llama"), prompt(2, 30)
     runs = []
     for cache in (None, StrataCache(model.config, budget=None)):
@@ -112,7 +112,7 @@ def test_rows_are_selected_and_repeated() -> None:
     assert cache.tiered.requests == (0, 1)
 
 
-def test_memory_keeps_to_the_budget() -> None:
+def test_memory_stays_within_the_budget() -> None:
     model = make("llama")
     cache = StrataCache(model.config, **SMALL)
     greedy(model, prompt(2, 700), cache, new=8)
@@ -122,7 +122,7 @@ def test_memory_keeps_to_the_budget() -> None:
     assert memory.total <= memory.allowed <= 0.5 * memory.full
 
 
-def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_generate_what_one_does(tmp_path: Path) -> None:
     """Of two processes with tp_plan="auto", as torchrun starts them, each keeps its own heads.
 
     By recency: with importance the heads of a rank share its bytes, so that another number of ranks chooses otherwise.

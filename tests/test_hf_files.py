@@ -60,7 +60,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_generation_goes_on_with_the_same_tokens(name: str, way: str, tmp_path: Path) -> None:
+def test_generation_continues_with_the_same_tokens(name: str, way: str, tmp_path: Path) -> None:
     model, ids, mask, cache = begun(name)
     compressed = next(layer for layer in cache.layers if hasattr(layer, "ledger"))
     assert compressed.ledger.queries > 0

@@ -91,7 +91,7 @@ def steps(model, cache: StrataCache, ids: torch.Tensor, number: int) -> torch.Te
 
 
 @torch.no_grad()
-def test_rows_that_go_and_come_back(strict: type[StrictRunner]) -> None:
+def test_removed_and_restored_rows(strict: type[StrictRunner]) -> None:
     """The plan of two rows is gone after a step of one, so the graph that read by it is, too."""
     model, ids, logits = make("llama"), prompt(2, 50), []
     for capture in (False, True):
@@ -111,7 +111,7 @@ def test_rows_that_go_and_come_back(strict: type[StrictRunner]) -> None:
     assert strict.graphs >= 3
 
 
-def test_tables_that_grow_are_captured_anew(strict: type[StrictRunner]) -> None:
+def test_grown_tables_are_captured_again(strict: type[StrictRunner]) -> None:
     model, ids = long_model(100), prompt(2, 80)
     runs = []
     for capture in (False, True):
@@ -124,7 +124,7 @@ def test_tables_that_grow_are_captured_anew(strict: type[StrictRunner]) -> None:
 
 
 @torch.no_grad()
-def test_between_steps_anything_may_happen(strict: type[StrictRunner]) -> None:
+def test_other_operations_between_captured_steps(strict: type[StrictRunner]) -> None:
     """Tokens of assisted decoding, crops, a second cache of the same model, prompts, a reset."""
     model, ids = make("llama"), prompt(2, 60)
     logits = []
@@ -150,7 +150,7 @@ def test_between_steps_anything_may_happen(strict: type[StrictRunner]) -> None:
 
 
 @torch.no_grad()
-def test_outputs_are_the_callers(strict: type[StrictRunner]) -> None:
+def test_outputs_are_owned_by_the_caller(strict: type[StrictRunner]) -> None:
     """What a step returned does not change with the next one, nor do the inputs have to stay."""
     model, ids = make("llama"), prompt(2, 50)
     cache = StrataCache(model.config, **SMALL, capture=True)
@@ -209,7 +209,7 @@ def test_hidden_states_of_another_call_do_not_stop_captures(strict: type[StrictR
 
 
 @torch.no_grad()
-def test_autocast_steps_are_not_captured(strict: type[StrictRunner]) -> None:
+def test_autocast_runs_eagerly(strict: type[StrictRunner]) -> None:
     """Its casts of weights are freed with the context, and a graph would still read them."""
     model, ids = make("llama"), prompt(1, 40)
     cache = StrataCache(model.config, **SMALL, capture=True)

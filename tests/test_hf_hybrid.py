@@ -1,4 +1,4 @@
-"""Layers with states beside K and V, and layers that share the K and V of others."""
+"""Layers with states in addition to K and V, and layers that share the K and V of others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"falcon_h1": (0, 2), "gemma3n_text": (1, 2), "gemma4_text": (2, 2)}
 
 @pytest.mark.filterwarnings("ignore:StrataCache compresses no layer")
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_dynamic_cache_s(name: str) -> None:
+def test_logits_equal_those_of_dynamic_cache(name: str) -> None:
     if name not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this transformers")
     assert verdict(name, "sdpa") == "equal, {} of {} layers plain".format(*KINDS[name])
@@ -35,7 +35,7 @@ def error(given: torch.Tensor, expected: torch.Tensor) -> float:
     return float((given - expected).norm() / expected.norm())
 
 
-# States beside K and V
+# States in addition to K and V
 
 
 def test_states_and_packed_tokens() -> None:
@@ -62,7 +62,7 @@ def test_beams_of_a_hybrid_model() -> None:
     assert all(isinstance(layer, HybridLayer) for layer in cache.layers)
 
 
-def test_states_stay_where_k_and_v_do_not_fit() -> None:
+def test_states_are_kept_if_k_and_v_cannot_be_compressed() -> None:
     """The state is there before K and V are seen, and goes to transformers' own layer."""
     config = tiny_config("falcon_h1")
     config.head_dim = 24

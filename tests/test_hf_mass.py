@@ -49,7 +49,7 @@ def test_a_query_that_sees_nothing_gives_no_mass(by: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("padding", [False, True])
-def test_mass_does_not_depend_on_the_queries_at_a_time(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mass_does_not_depend_on_the_chunk_size(padding: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use("torch", monkeypatch)
     q, k = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     column = torch.arange(70).repeat(2, 1)
@@ -83,7 +83,7 @@ def test_prompt_mass_is_that_of_softmax(by: str, monkeypatch: pytest.MonkeyPatch
     expected = (weights * is_token[:, None, :, None]).unflatten(1, (2, 3)).sum((2, 3))
     given = prompt_mass(q, k, query_position, column_position, is_token, Logits(0.3, 1.5, sinks), 9)
     torch.testing.assert_close(given, expected)
-    # Of a part of the queries, each stands for its neighbours.
+    # Each sampled query represents its neighbours.
     sampled = prompt_mass(q, k, query_position, torch.zeros(2, 1, 13, dtype=torch.long), is_token, Logits(0.3), 4)
     torch.testing.assert_close(sampled.sum(2), torch.tensor([[27.0, 27.0], [21.0, 21.0]]))
 

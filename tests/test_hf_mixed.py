@@ -115,7 +115,7 @@ def test_a_plan_is_up_to_date_wherever_it_is_made(monkeypatch: pytest.MonkeyPatc
 
 
 @torch.no_grad()
-def test_positions_that_a_model_counts_in_its_own_way() -> None:
+def test_models_with_their_own_position_numbering() -> None:
     """RoBERTa counts from the index of padding on; a captured step must not count columns for it."""
     model, ids = tiny_model("roberta", "sdpa"), prompt(2, 30).clamp(max=99)
     eager, captured = (
@@ -140,7 +140,7 @@ def test_windows_in_inference_mode_and_out_of_it(modes: str, monkeypatch: pytest
         assert torch.equal(given, logits(model, whole, part, sizes))
 
 
-def test_tails_of_windows_keep_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_tails_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAST", 32)
     model, ids = windows.make("mistral-window"), prompt(1, 40)
     cache = StrataCache(model.config, **windows.WIDE)

@@ -27,7 +27,7 @@ ENCODER_DECODER = ["t5", "bart", "whisper"]
 
 
 @pytest.mark.parametrize(("model_type", "implementation"), KINDS)
-def test_logits_are_dynamic_cache_s(model_type: str, implementation: str) -> None:
+def test_logits_equal_those_of_dynamic_cache(model_type: str, implementation: str) -> None:
     assert verdict(model_type, implementation).startswith("equal")
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_reads_k_and_v_says_so(model_type: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "deepseek_v32"])
-def test_a_refused_model_is_what_it_was(model_type: str) -> None:
+def test_a_refused_model_is_unchanged(model_type: str) -> None:
     """Falcon's logits moved, and sparse attention became dense, when the config named another attention."""
     assert verdict(model_type, "sdpa").startswith("refused")
 
@@ -113,7 +113,7 @@ def test_a_lookup_that_eager_does_not_reach() -> None:
 # Everyone else
 
 
-def test_config_and_registries_stay() -> None:
+def test_config_and_registries_are_unchanged() -> None:
     model = make("llama")
     config, attentions = copy.deepcopy(model.config), dict(AttentionInterface._global_mapping)
     masks = dict(AttentionMaskInterface._global_mapping)
@@ -127,7 +127,7 @@ def test_config_and_registries_stay() -> None:
     greedy(model, tokens, cache)
 
 
-def test_a_config_that_is_a_copy() -> None:
+def test_a_copied_config_works() -> None:
     model, ids = make("llama"), prompt(1, 40)
     cache = StrataCache(copy.deepcopy(model.config), budget=1.0)
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
@@ -175,7 +175,7 @@ def test_other_caches_compile_to_one_graph(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_continuous_batching_goes_on(implementation: str) -> None:
+def test_continuous_batching_still_works(implementation: str) -> None:
     model = make("llama")
     model.set_attn_implementation(implementation)
     cache = StrataCache(model.config, **SMALL)
@@ -199,7 +199,7 @@ def test_attention_that_changed_after_construction() -> None:
         model(prompt(1, 20), past_key_values=cache)
 
 
-def test_positions_without_turns_in_full_attention() -> None:
+def test_full_attention_without_rope() -> None:
     """BEAM turns K only where the window slides."""
     if "beam" not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this transformers")

@@ -121,7 +121,7 @@ def test_a_padded_row_is_that_of_a_single_run() -> None:
         torch.testing.assert_close(batch[row : row + 1, start:], alone, rtol=1e-3, atol=1e-3)
 
 
-def test_crop_forgets_columns() -> None:
+def test_crop_removes_columns() -> None:
     """Of tokens and of padding; what follows is as if they had not been."""
     model, ids = make("llama"), prompt(2, 40)
     mask = torch.ones_like(ids)
@@ -300,8 +300,8 @@ def test_calibration_from_the_biases_of_a_model(tmp_path, monkeypatch: pytest.Mo
     assert error(given, expected) < 0.5 * error(without, expected)
 
 
-def test_the_host_reads_columns_once_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are told how many columns there were: a look at the device waits for it."""
+def test_the_host_reads_columns_once_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers get the number of columns from the host: reading it from the device would synchronise."""
     model = make("llama")
     cache = StrataCache(model.config, format="K4V4", max_tokens=256, page_tokens=16)
     starts = []

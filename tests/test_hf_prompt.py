@@ -66,7 +66,7 @@ def causal(queries: int, columns: int) -> torch.Tensor:
     return torch.ones(queries, columns, dtype=torch.bool).tril(columns - queries)[None, None]
 
 
-def test_a_mask_of_causal_order_is_as_none() -> None:
+def test_a_causal_mask_equals_no_mask() -> None:
     """Given as a tensor, bool or added, it says no more than padding does."""
     model, ids = make("llama"), prompt(2, 30)
     mask = causal(30, 30).repeat(2, 1, 1, 1)
@@ -176,7 +176,7 @@ def test_packed_positions_are_refused() -> None:
             assert cache.get_seq_length() == 0
 
 
-def test_positions_of_padding_are_anything() -> None:
+def test_positions_of_padding_do_not_matter() -> None:
     """generate counts 1 for padding on the left, others count on."""
     model, ids = make("llama"), prompt(2, 20)
     mask = torch.ones_like(ids)
@@ -190,7 +190,7 @@ def test_positions_of_padding_are_anything() -> None:
     torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_later_prompt_without_a_mask_is_as_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_prompt_without_a_mask_equals_one_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """`prefill_attention` of later chunks, as on a GPU without `turns`; rows of different lengths keep the mask."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES | dict(head_dim=64))).eval()

@@ -54,7 +54,7 @@ def same(ours: StrataCache, wanted: StrataCache) -> None:
 
 @pytest.mark.parametrize("padding", [0, 30])
 @pytest.mark.parametrize("together", [True, False])
-def test_a_prompt_that_waits_is_stored_as_one_that_does_not(
+def test_a_deferred_prompt_is_stored_like_an_immediate_one(
     device: str, padding: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers together and each for itself; the guard of a first prompt has every layer alone."""
@@ -88,7 +88,7 @@ def test_a_prompt_that_waits_is_stored_as_one_that_does_not(
     same(copy.deepcopy(ours), wanted)
 
 
-def test_copies_rows_and_columns_see_a_prompt_that_waits(device: str) -> None:
+def test_copies_rows_and_columns_see_a_deferred_prompt(device: str) -> None:
     """Whatever is done with a cache after its prompt, all tokens are there."""
     ids = prompt(2, 100).to(device)
     uses = (
@@ -125,7 +125,7 @@ def test_layers_per_group_shrink_with_prompt_size() -> None:
     assert prompts.group_of(32, 1 << 30) == 1
 
 
-def test_columns_that_the_balance_looks_at() -> None:
+def test_columns_used_for_the_balance() -> None:
     most = balance.SINKS + balance.MOST
     real = np.ones((2, 2 * most), bool)
     assert balance.columns_needed(real) == most

@@ -39,14 +39,14 @@ def llama(**options: Any) -> Any:
     ],
     ids=lambda given: given["rope_type"],
 )
-def test_frequencies_are_the_model_s(given: dict[str, Any]) -> None:
+def test_frequencies_equal_the_models(given: dict[str, Any]) -> None:
     net = llama(rope_parameters=given)
     radians = frequencies(net.config, 64)
     assert radians is not None
     torch.testing.assert_close(torch.tensor(radians), net.model.rotary_emb.inv_freq)
 
 
-def test_frequencies_where_a_part_of_a_head_is_turned() -> None:
+def test_frequencies_of_partial_rotation() -> None:
     rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25)
     config = transformers.GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"})
     config.rope_parameters = rope
@@ -71,7 +71,7 @@ def test_frequencies_are_those_of_full_attention() -> None:
     assert radians[-1] == pytest.approx(1e6 ** -(62 / 64) / 8)
 
 
-def test_models_without_known_turns() -> None:
+def test_models_without_known_rope() -> None:
     assert frequencies(transformers.GPT2Config(), 64) is None
     config = llama().config
     assert frequencies(config, 32) is not None
@@ -82,7 +82,7 @@ def test_models_without_known_turns() -> None:
 
 
 @torch.no_grad()
-def test_a_strata_cache_knows_the_turns() -> None:
+def test_a_strata_cache_uses_the_models_rope() -> None:
     """K that a model turns has a centre that is not its mean; nobody else may say how it is turned."""
     torch.manual_seed(0)
     net = llama(rope_parameters=dict(rope_type="default", rope_theta=1e4))

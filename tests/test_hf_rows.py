@@ -41,7 +41,7 @@ def test_tables_grow_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.tiered.max_tokens == 240, "the other one grew to this size, too: tables are part of the budget"
 
 
-def test_a_row_too_long_leaves_the_columns() -> None:
+def test_a_row_that_is_too_long_leaves_the_columns_unchanged() -> None:
     model, ids = long_model(1000), prompt(1, 80)
     cache = StrataCache(model.config, **SMALL, max_tokens=100)
     with pytest.raises(ValueError, match=r"max_tokens: expected at least 101, which a row .* got 100"):
@@ -51,7 +51,7 @@ def test_a_row_too_long_leaves_the_columns() -> None:
     assert cache.get_seq_length() == cache.tiered.length() == 70
 
 
-def test_a_copied_cache_goes_its_own_way() -> None:
+def test_a_copied_cache_is_independent() -> None:
     """What transformers' users do to reuse a prefix."""
     model, ids = make("llama"), prompt(1, 200)
     cache = StrataCache(model.config, **SMALL)
@@ -74,7 +74,7 @@ def test_recent_tokens_beyond_the_prompt_warn() -> None:
     greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5), new=2)  # the default is no request
 
 
-def test_beams_give_back_the_copies_of_the_prompt() -> None:
+def test_beams_free_the_copies_of_the_prompt() -> None:
     """Each beam begins with the prompt in pages of its own; the first reordering leaves one copy in use."""
     model, ids = make("llama"), prompt(1, 200)
     cache = StrataCache(model.config, **SMALL)

@@ -64,7 +64,7 @@ def test_without_compression_captured_steps_equal_dynamic_cache() -> None:
 @pytest.mark.parametrize(
     "options", [dict(num_beams=3), dict(prompt_lookup_num_tokens=4), dict(eos_token_id=list(range(2, 20)))]
 )
-def test_other_ways_of_decoding_are_the_same_captured(options: dict) -> None:
+def test_other_decoding_methods_give_the_same_tokens_captured(options: dict) -> None:
     model, rows = make("llama"), 1 if "prompt_lookup_num_tokens" in options else 2
     ids = prompt(rows, 20).repeat(1, 3)
     expected, given = (
@@ -74,7 +74,7 @@ def test_other_ways_of_decoding_are_the_same_captured(options: dict) -> None:
     assert torch.equal(given, expected)
 
 
-def test_turns_of_a_chat_are_the_same_captured() -> None:
+def test_chat_turns_give_the_same_tokens_captured() -> None:
     """A prompt drops the graph, and the next step captures another."""
     model, texts = make("llama"), [prompt(1, 50)] * 2
     both, graphs = caches(model), []
@@ -86,7 +86,7 @@ def test_turns_of_a_chat_are_the_same_captured() -> None:
     assert len({id(graph) for graph in graphs}) == 3
 
 
-def test_rows_that_change_are_captured_anew() -> None:
+def test_changed_rows_are_captured_again() -> None:
     model, ids = make("llama"), prompt(3, 50)
     logits = []
     for cache in caches(model, max_batch=4):
@@ -101,7 +101,7 @@ def test_rows_that_change_are_captured_anew() -> None:
     torch.testing.assert_close(*logits, rtol=0, atol=0)
 
 
-def test_moved_weights_are_captured_anew() -> None:
+def test_moved_weights_are_captured_again() -> None:
     model, ids = make("llama"), prompt(1, 40)
     eager, captured = caches(model)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_compiled_forward_is_one_graph_for_all_steps_and_caches(counter: Compi
     assert counter.frame_count == 1
 
 
-def test_a_model_that_was_compiled_stays_in_its_graph() -> None:
+def test_steps_of_a_compiled_model_have_no_graph_break() -> None:
     """`torch.compile` by the user: prompts break the graph, steps do not, whatever their number."""
     torch._dynamo.reset()
     model, ids = make("llama"), prompt(2, 40)
@@ -175,7 +175,7 @@ def test_a_forward_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPa
     cache.tiered.check()
 
 
-def test_a_model_with_plain_layers_is_eager_without_a_word() -> None:
+def test_a_model_with_plain_layers_is_eager_without_a_warning() -> None:
     model, ids = make("qwen2-mixed"), prompt(2, 40)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -234,7 +234,7 @@ def test_copies_capture_for_themselves() -> None:
     assert torch.equal(greedy(model, ids, twin, new=10), greedy(model, ids, cache, new=10))
 
 
-def test_calls_of_models_are_what_they_were() -> None:
+def test_model_calls_are_restored() -> None:
     """While a StrataCache is alive other caches are passed through, and afterwards nothing is left."""
     gc.collect()
     model, ids = make("llama"), prompt(1, 20)
@@ -248,7 +248,7 @@ def test_calls_of_models_are_what_they_were() -> None:
     assert torch.equal(greedy(model, ids, new=5), expected)
 
 
-def test_the_operator_asks_for_a_forward_of_its_cache() -> None:
+def test_the_operator_requires_a_forward_of_its_cache() -> None:
     q = torch.zeros(1, 4, 1, 32)
     with pytest.raises(RuntimeError, match="strata_decode: expected to run in the forward of a StrataCache"):
         torch.ops.kvstrata.strata_decode(q, q, q, torch.zeros(1, dtype=torch.int32), 0, 1.0, None, None)

@@ -140,7 +140,7 @@ def padded(columns: int, *rows: slice) -> torch.Tensor:
         pytest.param(padded(95, slice(0, 45), slice(71, 80)), 3, "triton", id="later"),
     ],
 )
-def test_turns_are_as_with_unpacked_rows(mask: torch.Tensor, later: int, backend: str) -> None:
+def test_turns_equal_those_over_unpacked_rows(mask: torch.Tensor, later: int, backend: str) -> None:
     """Over a past that has settled, a few tokens alone between turns; a row that begins in the second, and padding."""
     compare("llama", mask, [40, 70, 74, 95], later, backend)
 

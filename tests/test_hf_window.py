@@ -66,7 +66,7 @@ def error(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_follow_dynamic_cache(name: str) -> None:
+def test_logits_are_close_to_dynamic_cache(name: str) -> None:
     """Beyond the window, with left padding, steps and chunks; at K8V8 an error of rounding."""
     model = make(name)
     cache = StrataCache(model.config, **WIDE)
@@ -76,7 +76,7 @@ def test_logits_follow_dynamic_cache(name: str) -> None:
     assert not cache.plain_layers
 
 
-def test_a_window_of_another_size_and_few_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_windows_and_low_bits_exceed_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token more or less in the window is more than the error allowed above."""
     model = make("mistral-window")
     expected = logits(model, DynamicCache(config=model.config))
@@ -129,7 +129,7 @@ def test_rows_are_reordered_repeated_and_selected() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
-def test_files_and_copies_go_on(name: str, tmp_path: Path) -> None:
+def test_files_and_copies_continue(name: str, tmp_path: Path) -> None:
     model, ids = make(name), prompt(2, 70)
     cache = StrataCache(model.config, **SMALL, budget=0.3)
     tokens = greedy(model, ids, cache, new=5)
@@ -142,7 +142,7 @@ def test_files_and_copies_go_on(name: str, tmp_path: Path) -> None:
         StrataCache.load(model.config, tmp_path / "a.safetensors")
 
 
-def test_crop_takes_tokens_back() -> None:
+def test_crop_rolls_back_tokens() -> None:
     model, ids = make("mistral-window"), prompt(2, 120)
     cache = StrataCache(model.config, **WIDE)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_crop_takes_tokens_back() -> None:
     assert cache.get_seq_length() == 180
 
 
-def test_prompt_lookup_takes_few_wrong_turns() -> None:
+def test_prompt_lookup_equals_dynamic_cache() -> None:
     """At K8V8 the tokens of this model are those of DynamicCache, with drafts that are taken back."""
     model, ids = make("gemma3"), torch.cat([prompt(1, 40)] * 2, 1)
     options = dict(prompt_lookup_num_tokens=5, new=16)

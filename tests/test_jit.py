@@ -99,7 +99,7 @@ def _compile_in_child(arguments: tuple[str, int]) -> str:
     return jit.compile(Path(source), f"add<{add}>", arch="sm_90").symbol
 
 
-def test_unusable_cache_folder_is_said(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cache_folder_gives_a_warning(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTRATA_CACHE", str(small))  # a file, not a folder
     with pytest.warns(UserWarning, match="cubins are not cached"):
         assert jit.compile(small, "add<3>", arch="sm_90").code.startswith(b"\x7fELF")
@@ -276,7 +276,7 @@ def test_a_launch_takes_no_shared_memory_from_an_earlier_one(monkeypatch: pytest
     assert allowed == [60 << 10, 70 << 10]
 
 
-def test_launch_config_matches_the_driver_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_its_configuration_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grid, block, shared memory, stream, attributes and parameters, as the driver reads them; errors have a name."""
     driver = pytest.importorskip("cuda.bindings.driver")
     words, answer, seen = ctypes.c_uint32 * 14, [0], []

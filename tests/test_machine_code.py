@@ -54,7 +54,7 @@ def read_too_early(code: list[tuple[str, int]]) -> list[str]:
     return found
 
 
-def test_search_finds_a_register_read_too_early() -> None:
+def test_the_search_finds_a_known_pattern() -> None:
     code = [
         ("CS2R R50, SRZ", 2),
         ("@P2 IMAD.WIDE R50, R23, 0x100, R54", 3),
@@ -80,7 +80,7 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("source", "entry"), KERNELS, ids=lambda x: str(x).split("/")[-1])
-def test_zeros_are_there_when_read(source: Path, entry: str, tmp_path: Path) -> None:
+def test_zeroed_registers_are_not_read_too_early(source: Path, entry: str, tmp_path: Path) -> None:
     code = instructions(source, entry, tmp_path)
     assert len(code) > 500
     assert not read_too_early(code)

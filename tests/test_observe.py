@@ -82,7 +82,7 @@ class Pair:
 
 @every_backend
 @pytest.mark.parametrize("importance", ["mean", "ema"])
-def test_ragged_batch_observes_layers_in_turn(backend: str, importance: str) -> None:
+def test_rotation_over_a_ragged_batch(backend: str, importance: str) -> None:
     """An empty request, one that pauses, layers that do not divide evenly; more steps than turns."""
     pair = Pair([70, 33, 0, 21], layers=3, tiers=("K4V4", "K2V2"), importance=importance)
     for step in range(3):
@@ -121,7 +121,7 @@ def test_hidden_tokens_get_no_mass(backend: str, importance: str) -> None:
 
 
 @every_backend
-def test_the_first_live_owner_speaks_for_a_shared_page(backend: str) -> None:
+def test_the_first_live_owner_reports_for_a_shared_page(backend: str) -> None:
     pair = Pair([70, 0, 0], observe=1, tiers=("K4V4", "K2V2"))
     for cache in (pair.ours, pair.told):
         for request in (1, 2):
@@ -147,7 +147,7 @@ def test_the_first_live_owner_speaks_for_a_shared_page(backend: str) -> None:
 
 
 @every_backend
-def test_a_step_that_brings_no_token_changes_nothing(backend: str) -> None:
+def test_a_step_without_a_new_token_changes_nothing(backend: str) -> None:
     """A warm-up step, or one with padding rows only."""
     pair = Pair([40, 17], observe=1, tiers=("K4V4", "K2V2"))
     pair.grow([0, 1])
@@ -243,7 +243,7 @@ def test_scratch_is_counted_and_small() -> None:
     assert cache.memory().scratch - before == plan.nbytes == 4 * (2 + 3 * 3 + 2 * 6)
 
 
-def test_plans_share_the_turns_of_their_cache() -> None:
+def test_plans_share_the_rotation_of_their_cache() -> None:
     """An engine with a graph for each batch size goes round once, not once per graph."""
     cache = filled([40, 17], layers=4, dtype=HALF, tiers=("K4V4",))
     plans = [DecodePlan(cache, 6, requests=rows, observe=1) for rows in ([0, 1], [0])]
@@ -272,7 +272,7 @@ def test_invalid_observe_arguments_raise() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_a_replayed_graph_takes_turns(backend: str) -> None:
+def test_a_replayed_graph_rotates_over_layers(backend: str) -> None:
     """One graph, replayed over growing requests with padding in between, against eager steps of another cache."""
     lengths = [200, 90, 0]
     captured, eager = (filled(lengths, layers=4, dtype=HALF, tiers=("K4V4", "K2V2")) for _ in range(2))

@@ -42,7 +42,7 @@ def test_a_partial_of_each_block(lengths: list[int], kv_heads: int) -> None:
     batch.check("cuda")
 
 
-def test_a_ragged_batch_is_cut_by_cost() -> None:
+def test_a_ragged_batch_is_split_by_cost() -> None:
     batch = Batch(Format.parse("K4V4", 64, 16), [1500, 1, 1, 1], kv_heads=1)
     slots, plan = written(batch)
     splits = plan.work[decode_cuda.SPLITS]
@@ -73,7 +73,7 @@ def test_evenly_split_decode_equals_the_model(name: str) -> None:
     Batch(Format.parse(fmt, dim, tokens), lengths, **batch).check("cuda", **call)
 
 
-def test_layers_that_take_turns_are_remembered() -> None:
+def test_alternating_layers_are_remembered() -> None:
     """Calls with and without a window, again and again: only the first of each is checked."""
     fmt = Format.parse("K4V4", 64, 16)
     batch = Batch(fmt, [90, 40])

@@ -102,13 +102,13 @@ def absent(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("change", [dict(max_seqlen_q=None), dict(total_tokens=0)])
-def test_calls_with_these_options_are_not_cached(change: dict) -> None:
+def test_calls_whose_launches_are_not_kept(change: dict) -> None:
     job = job_of([12], 30, 0)
     assert repeat.keeps(job)
     assert not repeat.keeps(job._replace(options=job.options._replace(**change)))
 
 
-def test_recent_calls_by_look() -> None:
+def test_recent_calls_by_signature() -> None:
     recent, x = Recent(), torch.zeros(4)
     device = torch._C._cuda_getDevice() if torch.cuda.is_available() else 0
     with pytest.MonkeyPatch.context() as patch:

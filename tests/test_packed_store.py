@@ -203,7 +203,7 @@ def test_prompt_kernel_gives_the_bytes_of_the_token_kernel(
 
 @pytest.mark.parametrize("backend", [EMULATED])
 def test_windows_of_several_tokens(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run may begin behind a window's first token, whose row is then asked for in vain and must not come late."""
+    """A run may begin behind a window's first token, whose row is then loaded in vain and must not arrive late."""
     fmt = Format.parse("K4V4", 64, 16)
     slots = torch.cat([torch.arange(5, 26), torch.tensor([-1, 40, -1, -1, -1, 47, 50, 32])])
     k, v = rows(len(slots), 3, 64, torch.bfloat16)

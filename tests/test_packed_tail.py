@@ -1,4 +1,4 @@
-"""16-bit tail and sink tokens beside packed pages: every backend in an engine's life, against the float32 model."""
+"""16-bit tail and sink tokens with packed pages: every backend over the life of requests, against the float32 model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packed_engine import Engine
 from packed_model import DEVICE, POISON, calibration_of, each_backend, kernels  # noqa: F401
 
 
-def test_page_is_packed_when_its_last_token_arrives() -> None:
+def test_an_example_request() -> None:
     """A page is packed when its last token comes; before that its tokens are in the tail and its bytes untouched."""
     fmt = Format.parse("K4V4", 64, 16)
     engine = Engine(fmt, 1, kv_heads=1, sinks=4)
@@ -192,7 +192,7 @@ def test_shared_prefix_shares_every_byte(backend: str) -> None:
 
 
 @each_backend
-def test_random_chunks_rollbacks_and_prefix_hits_equal_the_model(backend: str) -> None:
+def test_any_sequence_of_stores_and_reads(backend: str) -> None:
     """Random chunks, rollbacks of drafts over page edges and prefix hits; free blocks and rows to come are poison."""
     few = backend == "cuda" and not HAS_GPU  # kernels to compile
 

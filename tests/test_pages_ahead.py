@@ -38,7 +38,7 @@ def without(cache: TieredCache) -> TieredCache:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("stagger", [0, 5])
-def test_an_edge_takes_nothing_and_rows_are_the_same(eager: bool, stagger: int) -> None:
+def test_a_page_edge_allocates_nothing_and_rows_are_the_same(eager: bool, stagger: int) -> None:
     """All requests at the same place of their pages, and at different ones, over several pages."""
     caches = [make(layers=LAYERS, max_requests=4, budget=None, device=DEVICE) for _ in range(2)]
     without(caches[1])
@@ -145,7 +145,7 @@ def test_other_operations_give_pages_back(eager: bool) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_memory_that_is_short_does_no_harm(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_does_no_harm(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every allocation of a step that takes pages ahead is refused once; the step is done all the same."""
     from kvstrata.cache.ops import append_one
 
@@ -184,7 +184,7 @@ def test_memory_that_is_short_does_no_harm(eager: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_the_reserve_is_filled_in_steps_of_its_own(eager: bool) -> None:
+def test_the_reserve_is_filled_in_separate_steps(eager: bool) -> None:
     """After the first time no step both takes pages and opens a slab, and none opens two."""
     cache = filled(4, tokens=20, slab_bytes=1 << 16)
     for layer in range(LAYERS):  # every fourth step a request takes pages
@@ -229,7 +229,7 @@ def test_a_reserve_that_cannot_be_filled_does_no_harm(eager: bool, monkeypatch: 
     assert cache.length(7, LAYERS - 1) == 27 + 30
 
 
-def test_there_is_none_under_a_budget_or_beyond_the_last_page() -> None:
+def test_no_pages_ahead_under_a_budget_or_beyond_the_last_page() -> None:
     cache = filled(2, tokens=24, budget=0.5)
     for number in range(9):
         step(cache, number)
@@ -244,7 +244,7 @@ def test_there_is_none_under_a_budget_or_beyond_the_last_page() -> None:
 
 
 def test_pages_by_a_kernel_are_zero_and_in_the_table(emulated: None) -> None:
-    """Pages of three requests in one launch, at different places of their lists; those beside them keep their bytes."""
+    """Pages of three requests in one launch, at different indices of their lists; adjacent pages keep their bytes."""
     cache = filled(4)
     pool, table, each = cache.pool, cache.buckets.page_table.clone(), LAYERS * 2
     handles = pool.allocate(0, 4 * each)

@@ -165,7 +165,7 @@ def test_equal_tokens_fill_slots_newest_first(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_planner_kernels_compile_within_resource_limits(arch: str) -> None:
+def test_planner_kernels_stay_within_register_limits(arch: str) -> None:
     """No spills, and two blocks of 512 threads a multiprocessor."""
     pytest.importorskip("cuda.core")
     entries = [(plan_cuda.SOURCE, "survey<short, true>"), (plan_cuda.SOURCE, "merge<int, true>")]
@@ -204,7 +204,7 @@ def alone(scopes: plan.Scopes, number: int) -> tuple[plan.Scopes, torch.Tensor]:
 @pytest.mark.parametrize("headroom", [0, 64])
 @pytest.mark.parametrize("less", [0.97, 0.87])
 def test_a_scope_gets_the_same_tiers_alone(policy: str, headroom: int, less: float) -> None:
-    """Whoever is planned beside it, and in whatever order its tokens come; and what it gets fits."""
+    """Whatever else is planned, and in whatever order its tokens come; and its assignment fits."""
     cache = filled([400, 150, 333], layers=3, policy=policy)
     scopes = scopes_of(cache, less)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(scopes.tokens)))
@@ -289,7 +289,7 @@ def test_weights_are_those_of_the_estimate() -> None:
     assert bool((key[~moves] == plan.FIXED).all())
 
 
-def test_an_empty_scope_beside_a_full_one_keeps_its_room() -> None:
+def test_an_empty_scope_next_to_a_full_one_keeps_its_room() -> None:
     cache = filled([300, 200], layers=1, budget=None)
     scopes = scopes_of(cache)
     now = int(price(scopes, scopes.tokens.tier, cache.policy, [0, 0])[1])

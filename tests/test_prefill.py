@@ -149,7 +149,7 @@ def test_sink_logits_take_weight_from_keys(backend: str) -> None:
 
 
 @each_backend
-def test_queries_without_keys_give_zeros(backend: str) -> None:
+def test_queries_that_see_no_key(backend: str) -> None:
     check(case_of([(5, 0)]), backend)
     check(case_of([(5, 0)], causal=False), backend)
     check(case_of([(0, 9)]), backend)
@@ -221,7 +221,7 @@ def test_scores_of_minus_inf(backend: str, causal: bool, dim: int) -> None:
 @each_backend
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_score_that_is_no_number_spoils_its_query_only(backend: str, value: float, causal: bool) -> None:
+def test_a_nan_score_affects_only_its_query(backend: str, value: float, causal: bool) -> None:
     """+inf or NaN among the scores of a query: NaN is what it gets, as from torch, and no other row or head."""
     few(backend, causal == (value == -torch.inf))
     size = 40 if INTERPRETED else 300
@@ -243,7 +243,7 @@ def test_a_score_that_is_no_number_spoils_its_query_only(backend: str, value: fl
 @each_backend
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_memory_around_is_never_read(backend: str, value: float) -> None:
-    """Views into memory full of NaN and inf: rows before and after, heads beside, the rest of a row."""
+    """Views into memory full of NaN and inf: rows before and after, other heads, the rest of a row."""
     few(backend, value != value)
     case = case_of([(21, 37)] * 2, heads=4, kv_heads=2)
     q, k, v = case.batch()

@@ -247,7 +247,7 @@ def test_pages_of_odd_heads(backend: str) -> None:
     check(PagedCache(k, v, table, lengths), [41], [9], backend, softcap=np.float64(5.0))
 
 
-def test_what_is_not_for_warps_with_roles() -> None:
+def test_jobs_that_the_specialized_kernel_refuses() -> None:
     gluon = pytest.importorskip("kvstrata.attention.prefill_cached.gluon")
     q = torch.zeros(4, 8, 128, dtype=torch.float16)
     job = CachedJob(q, [4], None, None, [0], 2, 40, 1.0, None, None, None, False)
@@ -259,7 +259,7 @@ def test_what_is_not_for_warps_with_roles() -> None:
 
 
 @each_backend
-def test_as_decode_for_few_queries(backend: str) -> None:
+def test_few_queries_equal_decode(backend: str) -> None:
     cache = filled([70, 30], dtype=HALF)
     q = torch.randn(2, 3, 4, 64).to(HALF).to(DEVICE)
     out, lse, _ = prefill_attention_cached(q, cache, return_lse=True, backend=backend)

@@ -26,7 +26,7 @@ CASES |= {
     for key, config in TABLE.items()
     if config is not None
 }
-# kernel, architecture, head_dim; new rows beside the cache
+# kernel, architecture, head_dim; new rows outside the cache
 CHUNKS: dict[str, tuple[str | int | bool, ...]] = {
     "stage, sm_80": ("stage_kernel", 80, 96),
     "stage, sm_90": ("stage_kernel", 90, 128),
@@ -72,7 +72,7 @@ def test_chunk_kernels_compile_within_resource_limits(name: str) -> None:
     assert ("UTMALDG" in code) == (kernel == "specialized_chunk_kernel")
 
 
-def test_the_softmax_runs_beside_the_products() -> None:
+def test_the_softmax_overlaps_the_products() -> None:
     """In the loop of a consumer: both products are issued, then exponentials, and only then is p v waited for."""
     events = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR)\b", built("two consumers in turns"))
     text = "".join({"HGMMA": "M", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "w"}[event] for event in events)

@@ -65,7 +65,7 @@ GATES = {
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", GATES)
-def test_prefill_kernels_compile_within_resource_limits(name: str, arch: str) -> None:
+def test_kernels_stay_within_register_limits(name: str, arch: str) -> None:
     """No spills, the registers above, 48 KB of shared memory, and registers for the blocks that are to be resident."""
     if arch == "sm_89" and name != "D 64":
         pytest.skip("the same code as for sm_80")
@@ -234,7 +234,7 @@ def test_strided_inputs_read_nothing_outside(cuda: None, monkeypatch: pytest.Mon
     compare([(out[0].transpose(0, 1), lse[0].transpose(0, 1))], case.expected(), case.expected(low=True), BF16)
 
 
-def test_a_launch_is_made_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_planned_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that look alike share one, with addresses of their own; another length has another."""
     only(monkeypatch, PORTABLE[64])
     monkeypatch.setattr(prefill_cuda, "_launches", PerThread())
@@ -277,7 +277,7 @@ def test_checking_build_finds_a_wrong_operand(cuda: None, tmp_path: Path, monkey
     assert counters[1] > 0
 
 
-def test_unsupported_calls_are_explained() -> None:
+def test_jobs_that_cannot_run() -> None:
     q, k, v = torch.randn(3, 1, 8, 2, 64).half()
     job = PrefillJob(q, k, v, None, None, 8, 8, True, 0.125, None, None, None, False)
     assert prefill_cuda.missing(job) is None

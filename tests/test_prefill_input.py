@@ -11,7 +11,7 @@ from conftest import HAS_GPU
 from kvstrata import prefill_attention
 
 
-def test_checks_are_not_forgotten() -> None:
+def test_cached_checks_do_not_accept_equal_values_of_other_types() -> None:
     """A cached check does not accept arguments that merely compare equal."""
     prefill_attention(X, X, X, sliding_window=1)
     with pytest.raises(ValueError, match="sliding_window: expected an int"):
@@ -77,7 +77,7 @@ def test_invalid_ragged_arguments_are_named(message: str) -> None:
         prefill_attention(**(RAGGED | BAD_RAGGED[message]))
 
 
-def test_a_ragged_call_does_not_vouch_for_a_dense_one() -> None:
+def test_a_checked_ragged_call_does_not_skip_checks_of_a_dense_one() -> None:
     """Repeat a call without cu_seqlens, and in another grad or inference mode."""
     prefill_attention(**RAGGED)
     with pytest.raises(ValueError, match="without cu_seqlens"):
@@ -94,6 +94,6 @@ def test_a_ragged_call_does_not_vouch_for_a_dense_one() -> None:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there it is")
-def test_a_backend_that_is_not_there_is_an_error() -> None:
+def test_an_unavailable_backend_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="backend: cuda"):
         prefill_attention(X, X, X, backend="cuda")

@@ -89,7 +89,7 @@ def test_a_repeated_launch_has_the_arguments_of_a_first(
         assert fields["strides"] == ([17920, 4480, 64, 1] if heads_first else [17920, 64, 256, 1])
 
 
-def test_what_looks_otherwise_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_signature_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, strides, options, the alignment of an address: each may want another kernel."""
     kernel = recorded(monkeypatch, LAUNCHED[0])
     q, k, v = torch.randn(3, 1, 20, 4, 64, device=DEVICE).half()
@@ -138,7 +138,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
-def test_a_launch_finds_the_kernel_of_arguments_that_look_alike(kernel: Kernel) -> None:
+def test_a_launch_reuses_the_kernel_of_the_same_signature(kernel: Kernel) -> None:
     x, y = torch.zeros(2, 64)
     for tensor, free, factor, grid in ((x, 1, 0.5, (1, 1, 1)), (y, 1, 0.25, (2, 1, 1)), (y, 70, 0.5, (2, 3, 1))):
         prefill_launch.launch(kernel, grid, (tensor, block(8), 16, free, factor), dict(SIZE=64), num_warps=4)
@@ -162,7 +162,7 @@ def test_a_launch_finds_the_kernel_of_arguments_that_look_alike(kernel: Kernel) 
     ],
     ids=["dtype", "alignment", "block", "number", "one", "64 bits", "constant", "option", "device"],
 )
-def test_a_launch_that_looks_otherwise_goes_to_triton(
+def test_a_launch_with_a_new_signature_goes_to_triton(
     kernel: Kernel, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for way in ({}, other):

@@ -1,4 +1,4 @@
-"""prefill_attention into memory that the caller gave: the same bits, strides of the caller, nothing written beside."""
+"""prefill_attention into the caller's memory: the same bits, the caller's strides, nothing written elsewhere."""
 
 from __future__ import annotations
 

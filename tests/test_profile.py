@@ -141,12 +141,12 @@ def test_a_profile_is_taken_kept_and_read_again(fake_ncu, tmp_path):
     assert "wait 50 %" in text
 
 
-def test_a_failure_of_no_known_reason_is_tried_again_with_sections_alone(fake_ncu):
+def test_an_unknown_failure_is_retried_with_sections_only(fake_ncu):
     found = profile.take("store", ["odd"], MACHINE, {"odd": 1})
     assert [case.case for case in found.cases] == ["odd"], found.failed
 
 
-def test_time_ends_a_profile_and_what_is_there_is_kept(fake_ncu, watch, monkeypatch):
+def test_a_profile_that_runs_out_of_time_keeps_its_results(fake_ncu, watch, monkeypatch):
     """A program takes a second on this clock, but for one that takes more than there is."""
     run = child.run
 
@@ -213,7 +213,7 @@ def test_without_counters_there_are_times_and_registers(fake_ncu, tmp_path, monk
     assert profile.load(Path("results/nvidia-h200/profile_store.json")).cases[1].case == "two"
 
 
-def test_a_late_program_is_ended_with_its_children(tmp_path, monkeypatch):
+def test_a_late_program_is_killed_with_its_children(tmp_path, monkeypatch):
     """The grandchild holds the pipe: without its end nothing comes back. The time is up once it has begun."""
     begun, survived = tmp_path / "begun", tmp_path / "survived"
 
@@ -295,7 +295,7 @@ def test_two_files_are_compared_without_a_gpu(tmp_path, monkeypatch):
     assert Path("results/nvidia-h200/profile_store.json").exists()
 
 
-def test_without_ncu_it_says_so(tmp_path, monkeypatch):
+def test_without_ncu_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(child, "TOOLKIT", str(tmp_path))
@@ -320,7 +320,7 @@ def test_profiled_cases_exist():
         assert {profile.split(name)[0] for name in names} <= known
 
 
-def test_prefill_is_profiled_beside_what_it_began_with(monkeypatch):
+def test_prefill_is_profiled_with_its_baseline(monkeypatch):
     """The kernel of the note's gate and the one before it, each by its name."""
     from kvstrata.tools.bench.cases import prefill
 

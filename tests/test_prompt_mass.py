@@ -42,7 +42,7 @@ RARELY = [dict(importance="ema"), dict(per_head=False), dict(balance=True)]
 
 
 @pytest.mark.parametrize("options", [dict(), *(pytest.param(x, marks=pytest.mark.slow) for x in RARELY)], ids=str)
-def test_layers_with_mass_take_the_launches_of_the_first(device: str, layers: list[int], options: dict) -> None:
+def test_layers_with_mass_reuse_the_launches_of_the_first(device: str, layers: list[int], options: dict) -> None:
     """Other rows and another spread of mass in each layer, one request and two, pages that others gave back."""
     ours, wanted = pair(device, **options)
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def test_layers_with_mass_take_the_launches_of_the_first(device: str, layers: li
     prompts([0, 2], [150, 200], [0, 1], 40)
 
 
-def test_prompts_with_and_without_mass_are_not_taken_for_each_other(device: str, layers: list[int]) -> None:
+def test_prompts_with_and_without_mass_are_not_confused(device: str, layers: list[int]) -> None:
     ours, wanted = pair(device)
     generator = torch.Generator().manual_seed(0)
     for request, with_mass in enumerate(([True, False], [False, True])):
@@ -136,7 +136,7 @@ def test_out_of_memory_in_another_layer_changes_nothing(
     cache.check()
 
 
-def test_a_layer_with_other_centres_goes_its_own_way(
+def test_a_layer_with_other_centres_takes_the_normal_path(
     device: str, layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that get codes where those of the first layer got none: centres are computed for these."""

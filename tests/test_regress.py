@@ -95,7 +95,7 @@ def test_versions_of_a_file(checkout):
 # Info
 
 
-def test_info_tells_tables_and_caches(tmp_path, monkeypatch):
+def test_info_lists_tables_and_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     slug = json.loads(invoke("info", "--json").stdout)["slug"]

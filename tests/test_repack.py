@@ -92,7 +92,7 @@ def test_chains_in_any_order_do_what_all_at_once_does(counts, new, leave, drop, 
     assert found == want, "pages are not full up to the count"
 
 
-def test_plan_without_changes_is_empty() -> None:
+def test_no_moves() -> None:
     tokens = tokens_of([[3, 2, 0]], [])
     change = moves.change(tokens, tokens.tier, torch.tensor([3, 2, 0]), 3)
     left, came, holes = change.to_host()
@@ -362,7 +362,7 @@ def test_the_cache_on_a_gpu_holds_what_it_holds_on_the_cpu(backend: str, options
                 assert (off.amax(-1) > 0.02).float().mean() < 0.02
 
 
-def test_the_cache_goes_through_everything() -> None:
+def test_a_cache_runs_every_operation() -> None:
     cache = through("auto", DEVICE)
     assert cache.length(0) > 300
 

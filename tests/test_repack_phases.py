@@ -180,7 +180,7 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         assert not reads & written
 
 
-def test_whole_pages_are_made_as_such(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_pages_are_written_whole(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of plain tokens that go down, only those that fit a page which is there move one by one."""
     seen = []
     monkeypatch.setattr(repack_phases, "phases", lambda *given: seen.append(given) or [])
@@ -220,7 +220,7 @@ def test_phases_do_what_the_reference_does(emulated: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("tiers", [("K4V4", "K4V2"), ("K8V3", "K2V3")])
-def test_codes_whose_width_stays_stay(request: pytest.FixtureRequest, tiers: tuple[str, str]) -> None:
+def test_codes_of_unchanged_width_are_kept(request: pytest.FixtureRequest, tiers: tuple[str, str]) -> None:
     """Tokens that go from codes to codes fill whole pages; a side that has its width already is taken as it is."""
     if not HAS_GPU:
         request.getfixturevalue("emulated")
@@ -255,7 +255,7 @@ def test_the_benchmark_moves_what_it_says(emulated: None, monkeypatch: pytest.Mo
         state.assert_moved()
 
 
-def test_the_cache_goes_through_everything(emulated: None) -> None:
+def test_a_cache_runs_every_operation(emulated: None) -> None:
     """Forks, crops and appends that settle, with pages that others own, in both ways."""
     options = dict(budget=0.35, tiers=("K4V4", "K2V2"))
     ours, wanted = (test_repack.through(backend, torch.device("cpu"), **options) for backend in ("cuda", "reference"))

@@ -237,7 +237,7 @@ def test_first_run_may_be_captured() -> None:
     assert torch.equal(dst, src)
 
 
-def test_fast_path_is_taken_for_repeated_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_is_taken_if_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     """An equal run binds nothing; other looks, other places and missing sources do."""
     plan = CopyPlan(buffers(), backend="reference")
     bound = []

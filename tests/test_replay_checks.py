@@ -21,7 +21,7 @@ BAD = {
     "four dimensions": (lambda d: CopyPlan([d[1].reshape(2, 4, 4, 4)]), ValueError, "at most 3 dimensions"),
     "expanded": (lambda d: CopyPlan([d[0][:1].expand(4)]), ValueError, "expected elements that do not share"),
     "folded": (lambda d: CopyPlan([d[0].as_strided((3, 3), (1, 2))]), ValueError, "do not share memory"),
-    "dst twice": (lambda d: CopyPlan([d[0], d[1], d[0]]), ValueError, r"dst\[2\]: expected memory .* dst\[0\]"),
+    "dst twice": (lambda d: CopyPlan([d[0], d[1], d[0]]), ValueError, r"dst\[2\]: expected separate memory.* dst\[0\]"),
     "dst overlap": (lambda d: CopyPlan([d[0][:5], d[0][4:]]), ValueError, r"dst\[1\]: expected separate memory"),
     "columns overlap": (lambda d: CopyPlan([d[1][:, :5], d[1][:, 4:]]), ValueError, "separate memory"),
     "src is dst": (lambda d: CopyPlan(d, [d[0], None]), ValueError, r"src\[0\]: expected memory that no copy writes"),

@@ -99,7 +99,7 @@ def replays_equal_eager(staging: str, steps: int, fused: bool | None = None) -> 
 
 
 @pytest.mark.parametrize("staging", ["copy", "graph", "host"])
-def test_no_part_of_a_step_is_that_of_an_earlier_one(staging: str) -> None:
+def test_no_part_of_a_step_is_stale(staging: str) -> None:
     """One input after the other changes, the rest stays: each is seen by the next replay (vllm#44868)."""
     pool, plain = (torch.arange(256, device=DEVICE, dtype=torch.float32) for _ in range(2))
     runner, eager = runner_of(pool, staging).capture(), step_of(plain)
@@ -121,7 +121,7 @@ def test_no_part_of_a_step_is_that_of_an_earlier_one(staging: str) -> None:
 
 
 @pytest.mark.parametrize("staging", ["copy", "graph", "host"])
-def test_padding_leaves_the_cache_alone(staging: str) -> None:
+def test_padding_does_not_change_the_cache(staging: str) -> None:
     """Batches that shrink within one captured size: of the cache only the slots of live rows change, neither the last
     one, for which -1 was taken (vllm#43810), nor those of rows that were live before (#37442)."""
     most, heads, dim, pages, page = 8, 2, 64, 10, 16
@@ -371,7 +371,7 @@ def test_a_decode_loop_as_one_graph(staging: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def test_benchmarked_copies_are_correct() -> None:
+def test_the_benchmarked_calls_are_correct() -> None:
     """Every contender of the benchmark on its own inputs, and a wrong one is found out."""
     for case in cases(torch.device("cpu"), True):
         bench = case.build(torch.device("cpu"))
@@ -404,13 +404,13 @@ print(json.dumps(plans))
 """
 
 
-def test_the_environment_reaches_the_runner() -> None:
+def test_the_environment_variable_applies_to_the_runner() -> None:
     """In a fresh process: the copies before the replay, and those that are the first nodes of the graph."""
     env = os.environ | {"KVSTRATA_FUSED_COPY": "0"}
     done = subprocess.run([sys.executable, "-c", UNFUSED], env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [["reference", 0], ["reference", 0]]
 
 
-def test_pinned_memory_has_one_kernel_only() -> None:
+def test_host_staging_refuses_fused_false() -> None:
     with pytest.raises(ValueError, match='fused: expected None or True with staging="host"'):
         runner_of(torch.zeros(256, device=DEVICE), "host", fused=False)

@@ -157,7 +157,7 @@ CHANGES = ("int64", "float32", "row", "flat", "scalar", "double", "shorter", "ev
 FA_SOURCES = tuple(f"src_{name}" for name in metadata.NAMES)
 
 
-def test_both_ways_accept_and_refuse_the_same(two_ways: None) -> None:
+def test_fused_and_unfused_accept_and_refuse_the_same(two_ways: None) -> None:
     """FA-style: the same error, or the same bytes, whatever one argument looks like."""
 
     @settings(max_examples=300 if HAS_GPU else 40, deadline=None)
@@ -182,7 +182,7 @@ def test_both_ways_accept_and_refuse_the_same(two_ways: None) -> None:
     run()
 
 
-def test_both_ways_of_precomputed_metadata_are_the_same(two_ways: None) -> None:
+def test_fused_and_unfused_precomputed_metadata_agree(two_ways: None) -> None:
     names = ("seqlens_expanded", "real_page_table", "flashmla_metadata")
     fields = list(vars(nsa_style(1, 2, names, True)))
 

@@ -107,7 +107,7 @@ class Reader(HTMLParser):
             self.wrong.append(tag)
 
 
-def test_the_page_is_whole_and_asks_for_nothing(html):
+def test_the_page_is_self_contained(html):
     assert html.startswith("<!DOCTYPE html>")
     read = Reader(html)
     assert read.wrong == []
@@ -118,7 +118,7 @@ def test_the_page_is_whole_and_asks_for_nothing(html):
     assert {link[1:] for link in read.links} <= set(read.ids)
 
 
-def test_summary_counts_cases_ahead_and_behind(html):
+def test_the_page_counts_the_cases_that_are_ahead(html):
     """Beyond noise, or not at all: of three cases one is ahead, one behind and one level."""
 
     def case(name: str, ratio: float, low: float, high: float) -> CaseResult:
@@ -137,7 +137,7 @@ def test_summary_counts_cases_ahead_and_behind(html):
     assert re.search(r"Of \d+ cases \d+ are ahead", html)
 
 
-def test_page_has_every_section_and_escapes_text(html):
+def test_the_page_shows_and_escapes_everything(html):
     assert "<script>alert(1)" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
     for text in ("WRONG: off by one", "Roofline", "Speed-up, with 95 % intervals", "Every contender", "History",
@@ -216,7 +216,7 @@ def browser() -> str | None:
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_page_does_not_overflow_in_a_browser(html, tmp_path, width):
+def test_in_a_browser_nothing_overflows(html, tmp_path, width):
     """The page measures itself in headless Chromium: it is as wide as the window, figures are drawn, tables scroll."""
     program = browser()
     if program is None:
@@ -326,7 +326,7 @@ def test_a_marker_may_span_lines(replay):
     assert publish.render_document(once, [replay]) == once
 
 
-def test_figures_of_two_panels_show_every_way(replay, tmp_path):
+def test_figures_of_two_panels_show_every_method(replay, tmp_path):
     sizes = [case.params["bs"] for case in groups(replay, View("bs", rows="fa-*x16"))["fa-16"]]
     assert sizes == [1, 16, 64, 256]  # and none of the captured ones
     made = publish.figures([replay], tmp_path)

@@ -26,7 +26,7 @@ def filled(lengths: list[int], layers: int = 3, **options) -> TieredCache:
     return cache
 
 
-def test_mass_without_end_is_the_greatest() -> None:
+def test_huge_mass_stays_finite_and_keeps_its_tier() -> None:
     cache = filled([300], layers=1, budget=0.5)
     mass = torch.rand(1, 2, 300)
     mass[:, :, 100] = 3e38
@@ -87,7 +87,7 @@ def test_layers_settle_together(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.check()
 
 
-def test_without_room_ahead_every_layer_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_ahead_every_layer_settles_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recent tokens that leave no slot: tried once in a while, and nothing is lost."""
     cache = filled([300], budget=0.22, recent_tokens=28, sink_tokens=4, settle_every=16)
     tried = []

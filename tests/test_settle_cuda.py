@@ -134,7 +134,7 @@ def test_prompts_steps_and_appends_settle_alike(device: str, options: dict) -> N
 
 
 def test_scratch_of_a_prompt_is_bounded_and_counted(device: str) -> None:
-    """At most 32 bytes for each token and head, beside a few pages of small lists; `memory` reports them."""
+    """At most 32 bytes per token and head, plus a few pages of small lists; `memory` reports them."""
     ours, _ = pair(device, max_tokens=4096, budget=0.25, dtype=torch.bfloat16)
     tokens = 3000
     k, v = torch.randn(2, tokens, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
@@ -166,7 +166,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("rows", "balance"), list(zip(ROWS, (False, True, True), strict=True)))
-def test_layers_of_prompts_take_what_the_first_prepared(
+def test_layers_of_prompts_reuse_what_the_first_prepared(
     device: str, monkeypatch: pytest.MonkeyPatch, rows: str, balance: bool
 ) -> None:
     """Other rows in each layer; one request and two of different lengths; pages that others gave back."""
@@ -201,7 +201,7 @@ def test_layers_of_prompts_take_what_the_first_prepared(
     prompts([1], None, 300, [0, 1])
 
 
-def test_other_layers_and_rows_are_not_taken_for_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layers_and_rows_are_not_reused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that are there, other lengths, a balance of columns in between, rows that are not aligned."""
     ours, wanted = pair(device)
     layers = again(monkeypatch)
@@ -267,7 +267,7 @@ def test_several_requests_that_need_not_settle_beside_one_that_must(device: str)
     same(ours, wanted)
 
 
-def test_new_pages_of_one_operation_have_lists_of_their_own() -> None:
+def test_new_pages_of_one_operation_have_separate_lists() -> None:
     """As on a CUDA device, where launches that run when the operation completes enter them in the table."""
     cache = TieredCache(1, 2, 32, page_tokens=16, max_requests=3, dtype=torch.float32)
     buckets, entered = cache.buckets, []
@@ -283,7 +283,7 @@ def test_new_pages_of_one_operation_have_lists_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["planned", "plan of the layer before"])
-def test_what_launches_read_lives_until_they_run(device: str, again: bool) -> None:
+def test_tensors_read_by_launches_live_until_they_run(device: str, again: bool) -> None:
     """Moves are launched when the operation completes, and their addresses point into an upload of the plan."""
     cache, _ = pair(device)
     n = 400

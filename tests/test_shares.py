@@ -90,7 +90,7 @@ def test_steps_keep_the_shares() -> None:
         assert (held <= cache.budget.granted_at(np.arange(4), length) - cache.budget.overhead).all()
 
 
-def test_no_shares_without_a_fraction_or_with_one_tier() -> None:
+def test_no_shares_without_slack() -> None:
     assert not cache_of(COST, budget=None).budget.shares
     assert not cache_of(COST, budget=None, budget_bytes=1 << 22).budget.shares
     assert not cache_of(COST, budget=0.9).budget.shares  # all old tokens are 8 bit
@@ -100,7 +100,7 @@ def test_no_shares_without_a_fraction_or_with_one_tier() -> None:
         TieredCache(2, 2, 64, sensitivity=[1.0, -2.0])
 
 
-def test_a_calibration_brings_its_sensitivities() -> None:
+def test_a_calibration_provides_its_sensitivities() -> None:
     model = make("llama")
     layers = [LayerCalibration()] * model.config.num_hidden_layers
     cost = [9.0] + [1.0] * (len(layers) - 1)

@@ -169,7 +169,7 @@ class Service:
             self.call(lambda: self.cache.update_importance(layer, result.mass))
 
     def step(self) -> None:
-        """One operation beside decode at times; the budget holds and lengths are the model's after it."""
+        """One operation besides decode at times; the budget holds and lengths are the model's after it."""
         names = ("decode", "join", "leave", "fork", "crop", "reorder")
         name = str(self.random.choice(names, p=(0.82, 0.08, 0.03, 0.03, 0.03, 0.01)))
         self.seen[name] = self.seen.get(name, 0) + 1
@@ -229,8 +229,8 @@ def test_long_service_survives_all_operations(device: torch.device, name: str, s
     assert service.short >= steps // 200
 
 
-def test_service_detects_injected_errors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row written to another request, and a page that nobody frees."""
+def test_the_soak_detects_errors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row written to another request, and a page that is never freed."""
     service = Service(device, 1, **OPTIONS["fraction"])
     write = TieredCache.write
 

@@ -113,7 +113,7 @@ def test_too_few_or_non_positive_samples_raise():
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
-def test_the_gate_lets_no_equal_through(noise):
+def test_the_gate_rejects_equal_samples(noise):
     """A/A: at most 5 %, with confidence: the upper end of the exact interval. The stages of the gate, and both."""
     summaries = experiment.simulated(noise, 1.0, 200)
     assert scipy.stats.binomtest(summaries.confirm, summaries.n).proportion_ci().high <= 0.05
@@ -147,7 +147,7 @@ def test_a_small_difference_in_large_noise_is_not_enough():
     ],
     ids=["faster", "slower", "overlapping", "lucky"],
 )
-def test_confirm_names_the_failed_condition(candidate, failed):
+def test_confirm_gives_the_reason(candidate, failed):
     r = np.random.default_rng(1)
     verdict = decide.confirm(r.normal(100, 3, 100), candidate(r))
     assert verdict.faster == (failed is None)
@@ -157,7 +157,7 @@ def test_confirm_names_the_failed_condition(candidate, failed):
         assert verdict.ratio == pytest.approx(100 / 90, rel=0.01)
 
 
-def test_quick_gate_asks_for_five_percent_or_a_better_profile():
+def test_quick_gate_requires_five_percent_or_a_better_profile():
     slow, fast = np.full(40, 100.0), np.full(40, 98.0)
     assert not decide.passes_quick(slow, fast)
     assert decide.passes_quick(slow, fast, profile_is_better=True)

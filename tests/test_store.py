@@ -214,7 +214,7 @@ def test_more_than_2_31_elements(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_every_half_rounds_like_the_search(dtype: torch.dtype) -> None:
+def test_every_fp16_value_rounds_to_the_nearest_fp8(dtype: torch.dtype) -> None:
     """All 65,536 float16 bit patterns, scaled; reference against search, then every backend against reference."""
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).view(512, 1, 128)
     scale = torch.tensor([0.37])
@@ -290,7 +290,7 @@ def test_guard_in_python_decides_alike(monkeypatch: pytest.MonkeyPatch, device: 
 
 
 @pytest.mark.parametrize("kind", [dict(v_dim=32), dict(v_dim=None), dict(v_dim=32, cache=FP8[0], scales=1)])
-def test_fast_path_is_taken_for_repeated_calls(kind: dict) -> None:
+def test_the_fast_path_is_taken_if_it_applies(kind: dict) -> None:
     """With a stand-in for the launch: taken by an equal call, and by no call that differs in anything."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -341,7 +341,7 @@ def test_fast_path_is_taken_for_repeated_calls(kind: dict) -> None:
     op._plans.latest = None
 
 
-def test_guard_takes_no_none() -> None:
+def test_guard_refuses_none() -> None:
     """``v`` given without ``v_cache`` after a call that had both: the guard says no, the check says why."""
     call = make(3, 2, 32, 32, device=DEVICE, slot_mapping=[0, 1, 2])
     call.run(kvstrata.store_kv)

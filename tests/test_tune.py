@@ -34,7 +34,7 @@ def study(tmp_path: Path, name: str = "x") -> optuna.Study:
 # Spaces
 
 
-def test_parameters_matter_beside_others_only() -> None:
+def test_conditional_parameters() -> None:
     space = Space({"kernel": ("a", "b"), "rows": (1, 2, 3), "per": (1, 2)}, {"rows": ("kernel", ("b",))})
     found = list(space)
     assert len(found) == len(space) == 2 + 6
@@ -117,7 +117,7 @@ def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @needs_nvrtc
-def test_nobody_waits_for_a_compilation_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilations_are_not_awaited_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import TimeoutError as NotDone
 
     from kvstrata.tools.tune import compiler as ahead
@@ -172,7 +172,7 @@ def test_static_shared_memory_is_judged_too() -> None:
     assert rejected(problem.kernels(large)).kind == "shared memory"
 
 
-def test_threads_come_in_warps_and_broken_code_is_said(tmp_path: Path) -> None:
+def test_partial_warps_and_compile_errors_are_rejected(tmp_path: Path) -> None:
     def broken(kernel: Needs) -> jit.Usage:
         raise jit.CompileError("x.cu: cannot compile f for sm_90\nerror: expected a declaration")
 
@@ -240,7 +240,7 @@ def test_a_wrong_default_ends_the_search(tmp_path: Path) -> None:
     ],
     ids=["outliers", "streak"],
 )
-def test_lucky_samples_do_not_win(lucky: Speed, why: str, tmp_path: Path) -> None:
+def test_a_lucky_trial_is_not_confirmed(lucky: Speed, why: str, tmp_path: Path) -> None:
     row = tune_toy.run(tune_toy.problem(lambda x: lucky if x == 2 else Speed(100), values=(1, 2)), study(tmp_path))
     assert row.choice is None
     assert row.rejected[why] >= 1
@@ -315,13 +315,13 @@ def test_time_ends_a_search(tmp_path: Path, watch: Watch) -> None:
     assert watch.now == pytest.approx(0.3)
 
 
-def test_without_time_the_default_is_measured_all_the_same(tmp_path: Path) -> None:
+def test_without_time_the_default_is_still_measured(tmp_path: Path) -> None:
     row = tune_toy.run(tune_toy.problem(lambda x: Speed(100)), study(tmp_path), seconds=0.0)
     assert row.trials == {"complete": 0, "pruned": 0, "put back": 0}
     assert row.default.n == search.FINAL
 
 
-def test_time_is_kept_for_the_last_measurement(tmp_path: Path, watch: Watch) -> None:
+def test_time_is_reserved_for_the_final_measurement(tmp_path: Path, watch: Watch) -> None:
     """A sample takes 1 ms here, so 200 of them 0.2 s: trials end before that."""
     timer = Drawn()
     draw = timer.sample

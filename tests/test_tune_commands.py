@@ -68,7 +68,7 @@ def test_warmup_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"quantize_pages<f16, 32, 4, 4, 64, true, long long>"} < {entry for _, entry in built}
 
 
-def test_warmup_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_names_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in (
         ((), "kvstrata warmup --arch sm_90"),
@@ -164,7 +164,9 @@ def test_experiments_end_with_the_time(watch: Watch) -> None:
         (("store", "--device", "cpu"), "--backend reference --device cpu tunes a toy"),
     ],
 )
-def test_usage_errors_are_one_line(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_requests_get_a_one_line_error(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("tune", *arguments)
     assert done.exit_code == 2
@@ -172,7 +174,7 @@ def test_usage_errors_are_one_line(arguments: tuple[str, ...], message: str, mon
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_without_optuna_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     there = importlib.util.find_spec
@@ -183,11 +185,11 @@ def test_without_optuna_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("command", ["tune", "warmup"])
-def test_help_has_an_example(command: str) -> None:
+def test_help_has_examples(command: str) -> None:
     assert f"Example: kvstrata {command}" in invoke(command, "--help").stdout
 
 
-def test_choices_are_shown_to_people() -> None:
+def test_choices_are_printed_readably() -> None:
     assert show({"kernel": "bulk", "rows": 2}) == "kernel=bulk rows=2"
     assert show(None) == "default"
 

@@ -83,13 +83,13 @@ def test_metrics_are_better_by_a_margin() -> None:
     assert not decide.better_metrics({}, base), "nothing was measured"
 
 
-def test_launches_are_told_apart_by_the_marks() -> None:
+def test_launches_are_separated_by_markers() -> None:
     mark, other = ncu.Kernel(profiles.MARK, "", "", {}), ncu.Kernel("decode", "", "", {"us": 1.0})
     assert [len(part) for part in profiles.split([other, mark, other, other, mark, mark, other])] == [2, 0, 1]
 
 
 @pytest.mark.parametrize("better", [True, False], ids=["better metrics", "same metrics"])
-def test_what_is_no_slower_wins_by_measured_metrics_only(
+def test_an_equally_fast_trial_wins_only_by_measured_metrics(
     better: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_ncu
 ) -> None:
     """2 % are less than the quick gate asks for; 100 samples confirm them where the profile speaks for it."""
@@ -128,9 +128,9 @@ def test_occupancy_by_registers_alone_does_not_promote(tmp_path: Path, monkeypat
         assert tune_toy.run(problem, study, measured_profiles=measured).choice == choice
 
 
-def test_profiles_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: None)
-    assert not cli._use_ncu(None, True, "cuda")
+def test_profiles_are_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: None)
+    assert not cli._profiled(None, True, "cuda")
     with pytest.raises(ValueError, match="--profile: ncu is not on the PATH"):
         cli._use_ncu(True, False, "cuda")
     monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: "/bin/ncu")

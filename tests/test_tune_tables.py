@@ -43,7 +43,7 @@ def test_lookup_uses_the_nearest_shape_within_the_limit(own_cache: Path) -> None
     assert tuned.distance({"a": 8}, {"b": 8}) == float("inf")
 
 
-def test_ones_own_table_comes_first_and_reading_costs_nothing(
+def test_the_users_table_comes_first_and_is_read_once(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
@@ -62,7 +62,7 @@ def test_ones_own_table_comes_first_and_reading_costs_nothing(
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"schema": 9}', '{"schema": 1, "ops": {}}', '{"schema": 2, "ops": {"store": [{"case": "a"}]}}']
 )
-def test_a_damaged_table_is_left_out(own_cache: Path, text: str) -> None:
+def test_a_damaged_table_is_ignored(own_cache: Path, text: str) -> None:
     put(own_cache / "tables", "g")
     (own_cache / "tables" / "g.json").write_text(text)
     with pytest.warns(UserWarning, match=r"g\.json: not a tuned table"):

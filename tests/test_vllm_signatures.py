@@ -32,7 +32,7 @@ OURS = [
 
 
 @pytest.mark.parametrize(("cls", "method"), OURS, ids=lambda x: getattr(x, "name", x))
-def test_our_methods_take_what_vllm_gives(cls, method):
+def test_our_methods_accept_vllms_arguments(cls, method):
     described = json.loads(signatures.RECORD.read_text())["signatures"]
     keys = [f"{signatures.BACKEND}: {base}.{method.name}, parameters" for base in BASES[cls]]
     theirs = next((described[key] for key in keys if key in described), None)
@@ -93,12 +93,12 @@ def test_fields_that_are_read_are_recorded():
     assert "req_idx=" in given
 
 
-def test_block_shape_is_what_we_take_it_for():
+def test_block_shape_is_as_recorded():
     text = signatures.recorded(signatures.INTERFACE, "compute_layer_kv_cache_shape_bytes", "doc")
     assert "``(B, H, N, C)`` where C is in bytes" in text
 
 
-def test_refusals_answer_what_vllm_says():
+def test_refusals_cover_vllms_reasons():
     spoken = signatures.recorded(signatures.BACKEND, "AttentionBackend.validate_configuration", "strings")
     with vllm_standin.engine() as engine:
         assert set(engine.ours.REFUSALS) <= set(spoken)

@@ -67,7 +67,7 @@ def small(**options) -> TieredCache:
 
 
 @pytest.mark.parametrize("options", [dict(), dict(per_head=False), dict(policy="recency")], ids=str)
-def test_what_runs_first_was_compiled_ahead(loaded: set[jit.Named], options: dict) -> None:
+def test_kernels_of_first_operations_are_listed(loaded: set[jit.Named], options: dict) -> None:
     """Every kernel that prompts, appends, steps, settling, crop and decode load is among those compiled ahead."""
     cache = small(**options)
     cache.buckets.backend = "cuda"
@@ -159,7 +159,7 @@ def test_loaded_kernels_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch)
     "options", [dict(), dict(budget=None), dict(budget=None, budget_bytes=400_000), dict(policy="uniform"),
                 dict(max_tokens=1), dict(max_tokens=40)], ids=str,
 )  # fmt: skip
-def test_warmup_leaves_the_cache_alone(device: torch.device, options: dict) -> None:
+def test_warmup_does_not_change_the_cache(device: torch.device, options: dict) -> None:
     """Any budget, short tables; torch's random numbers are those that would have come."""
     cache = small(device=device, **options)
     if cache.max_tokens > 40:

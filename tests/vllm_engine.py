@@ -1,4 +1,4 @@
-"""kvstrata in a real vLLM on one GPU, by hand: tokens beside FlashAttention, thousands of requests, a real checkpoint.
+"""kvstrata in a real vLLM on one GPU, by hand: tokens against FlashAttention, thousands of requests, a real checkpoint.
 
     python tests/vllm_engine.py tokens              mixed batches, prefix hits, preemption, drafts, tails, other models
     python tests/vllm_engine.py soak [REQUESTS]     random requests: every token, every block back
@@ -41,7 +41,7 @@ LEAST = {"FlashAttention": 0.2, "K8V8": 0.1, "K4V4": 0.0}  # share of the tokens
 BACKENDS = {"FlashAttention": ("FLASH_ATTN", ""), "K8V8": ("CUSTOM", "K8V8"), "K4V4": ("CUSTOM", "K4V4")}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ROOM = dict(max_model_len=2048, max_num_seqs=16, gpu_memory_utilization=0.05, kv_cache_memory_bytes=1 << 30)
-# Steps of 256 tokens, so that prompts come in chunks beside decodes; a cache that phase `preempt` does not fit.
+# Steps of 256 tokens, so that prompts come in chunks mixed with decodes; a cache that phase `preempt` does not fit.
 BASE = dict(max_num_batched_tokens=256, enable_prefix_caching=True, cache_tokens=5632, sizes=(1, 2, 4, 8, 16))
 VERIFY = dict(speculative_config=DRAFTS, sizes=(4, 8, 16, 32, 64))  # graphs are sized in tokens, 4 of each request
 EAGER = dict(max_num_batched_tokens=256, enable_prefix_caching=False, sizes=())
@@ -181,7 +181,7 @@ def engines(backend: str, format: str, *wanted: str) -> None:
 
 
 def child(*arguments: str, seconds: float) -> list[dict[str, Any]]:
-    """What a child told, in order, also if it failed or took too long; then its last words are printed."""
+    """Results of a child process, in order, also if it failed or took too long; then its last words are printed."""
     code: int | str
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:

@@ -1,7 +1,7 @@
 """First prompts of layers on a GPU: planned in groups of layers, and stored while later layers compute.
 
-layer      0    1    2    3    4    5
-attention  ███  ███  ███  ███  ███  ███
+    layer      0    1    2    3    4    5
+    attention  ███  ███  ███  ███  ███  ███
     plan                 0-2            3-5    balance, mass and plan of a group: queued without waiting
     store                               0-2    pages and codes, when the next group is planned or the cache is used
 

@@ -3,8 +3,8 @@
     worklist.cu   counts, page tables --> stages in (tier, request, KV head) order, split into chunks of equal cost
     decode.cu     a warp takes a chunk: pages --> partials
     combine.cu    partials --> out, lse
-        rows.cu       table row of each request, if row i is not request i
-        observe.cu    at the start of a step: selects the layers whose mass is added to importance (observe.py)
+    rows.cu       table row of each request, if row i is not request i
+    observe.cu    at the start of a step: selects the layers whose mass is added to importance (observe.py)
 
 `WorkPlan` holds the work list and the scratch memory for one shape of call. The device builds the list before every use
 or, with a `DecodePlan`, once per step for all layers; the host never waits. Calls without a plan share one per shape

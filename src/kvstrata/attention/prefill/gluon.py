@@ -1,9 +1,9 @@
 """``prefill_attention`` on Hopper in Gluon, with warp specialization: producer and consumer warps.
 
-        producer        one warp copies blocks of K and V into a ring in shared memory (TMA), as stages become free
-        CONSUMERS       warpgroups of 64 queries each loop over the ring. The product q k of the next block and p v of
-                        this one are both in flight while the softmax of the next is computed; with PINGPONG one
-                        warpgroup issues its products while another computes its softmax, alternating
+    producer        one warp copies blocks of K and V into a ring in shared memory (TMA), as stages become free
+    CONSUMERS       warpgroups of 64 queries each loop over the ring. The product q k of the next block and p v of this
+                    one are both in flight while the softmax of the next is computed; with PINGPONG one warpgroup
+                    issues its products while another computes its softmax, alternating
 
     ring   k_full[stage] <- copy arrived          k_empty[stage] <- every consumer has read it          (same for v)
     turn[i]                warpgroup i may issue its products

@@ -84,8 +84,8 @@ def evaluate(
     """Measure the quality of a compressed cache, and of its peers at the same bytes.
 
     The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
-    agreement with 16 bit, and needles in a haystack. A stopped run continues; rows of another revision are measured
-    again.
+    agreement with 16 bit, and needles in a haystack. A run that was stopped continues where it was; rows of another
+    revision are measured again.
 
     Example: kvstrata eval --quick
 

@@ -40,7 +40,7 @@ class Row:
     agree: list[list[int]]
     count: list[int]
     tiers: dict[str, int] = field(default_factory=dict)
-    stretches: int = 1  # of each text
+    stretches: int = 1  # stretches of each text
     measured: str = ""  # revision and date
 
     @property
@@ -99,7 +99,7 @@ class Needle:
     depth: float
     found: int
     asked: int
-    logprob: float  # of the answer, mean
+    logprob: float  # mean log-probability of the answer
     measured: str = ""  # revision and date
 
 

@@ -53,7 +53,7 @@ class Candidates:
         return True
 
     def profile(self, choice: Choice, seconds: float | None = None) -> Profile:
-        """Resource usage of a choice; Rejected if it exceeds the limits, TimeoutError if not compiled in time."""
+        """Resource usage of the kernels; Rejected outside the limits, TimeoutError if not compiled in `seconds`."""
         name, compiler = key(choice), self.compiler
         if name in self._rejected:
             raise self._rejected[name]

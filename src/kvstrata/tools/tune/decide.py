@@ -3,8 +3,8 @@
     quick     40 samples: at least 5 % faster, or no slower with a better profile; abandoned after 10 if all are slower
     confirm   100 samples: 95 % intervals of the medians do not overlap, Hedges' g at least 0.8, rank test below 0.05
 
-Samples of both are interleaved (`bench.timer`), so drift affects both alike. A few lucky samples move neither a median
-nor a rank, and g ignores the outermost 5 % at either end.
+Samples of both are interleaved (`bench.timer`), so drift affects both. A few lucky samples change neither a median nor
+a rank, and g ignores the outermost 5 % at either end.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .gates import Profile
 QUICK, CONFIRM = 40, 100  # samples
 FASTER = 1.05  # incumbent over candidate
 EFFECT = 0.8
-TAILS = 0.05  # share of the samples winsorized at either end, for the effect size
+TAILS = 0.05  # share of the samples at either end, for the effect size
 LEVEL = 0.05
-# Better by: L2 hits up 8 points, DRAM throughput down 10, achieved occupancy up 8. Sign and margin.
+# L2 hits up by 8 points, DRAM throughput down by 10, achieved occupancy up by 8: +1 is more, -1 is less.
 METRICS = {"l2_hit": (1, 8.0), "dram": (-1, 10.0), "occupancy": (1, 8.0)}
-MIN_SAMPLES = 10  # before a candidate is abandoned
+FEWEST = 10  # minimum number of samples before a candidate is given up
 BETTER_OCCUPANCY = 0.08  # share of a multiprocessor's warps
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of two sets of samples; ``ratio`` > 1 means the candidate is faster, ``failed`` why it lost."""
+    """Two sets of samples compared; `ratio` above 1: the candidate is faster. `failed`: why it is rejected."""
 
     incumbent: Summary
     candidate: Summary
@@ -61,8 +61,8 @@ def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float
 
 
 def hopeless(incumbent: Array, candidate: Array) -> bool:
-    """True if all samples are slower than the incumbent's median; for ten samples, by chance once in 1,024."""
-    return candidate.size >= MIN_SAMPLES and float(candidate.min()) > float(np.median(incumbent))
+    """True if all samples are slower than the incumbent's median; with ten samples, by chance once in 1,024."""
+    return candidate.size >= FEWEST and float(candidate.min()) > float(np.median(incumbent))
 
 
 def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = False) -> bool:

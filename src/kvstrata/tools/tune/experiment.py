@@ -22,16 +22,16 @@ from .problems import Problem
 from .results import Rate
 
 FACTORS = (1.0, 1.05, 1.1)
-OUTLIERS, OUTLIER = 0.02, 1.5  # their share of the samples, and their relative time
+OUTLIERS, OUTLIER = 0.02, 1.5  # share of outliers, and their factor
 CALIBRATION = 60  # samples
-CYCLES = (1_000, 40_000)  # two delays that calibrate cycles against time
+CYCLES = (1_000, 40_000)  # two delays that are tried, to interpolate the wanted one
 
 Step = Callable[[], object]
 Draw = Callable[[int], tuple[Array, Array]]  # samples of (incumbent, candidate)
 
 
 def rate(name: str, factor: float, draw: Draw, n: int, step: Step = lambda: None, end: float = math.inf) -> Rate:
-    """Pass rates of up to ``n`` candidates through both stages; at least one, then until ``end``."""
+    """Let `n` candidates pass through both stages, or as many as time allows, at least one."""
     quick = confirm = promoted = 0
     ratios: list[float] = []
     while len(ratios) < n and (not ratios or time.monotonic() < end):
@@ -88,7 +88,7 @@ def on_device(
 
 
 def _slowed(call: Call, factor: float, timer: Timer, sample: Callable[[dict[str, Call]], dict[str, Array]]) -> Call:
-    """Call with a delay after it, so that both together take ``factor`` times as long."""
+    """The call followed by a delay, so that both together take `factor` times as long."""
     if timer.device.type != "cuda":
         wait = (factor - 1) * 1e-6 * float(np.median(sample({"call": call})["call"]))
         return lambda i: _spin(call, i, wait)

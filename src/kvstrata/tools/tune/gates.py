@@ -1,6 +1,7 @@
-"""Gates before any launch: the resource usage of a compiled kernel against a multiprocessor's resources.
+"""Gates before any launch: the resource usage of a compiled kernel, compared with a multiprocessor's resources.
 
-Registers, spills and static shared memory come from the assembler's report (`jit.usage`), so no GPU is needed.
+Registers, spills and static shared memory come from the assembler's report (`jit.usage`), so they can be checked on a
+host without a GPU too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from kvstrata import jit
 
-PORTABLE_SHARED = 48 * 1024  # bytes of shared memory that a block may use on every GPU
-RESERVED = 1024  # bytes of shared memory that the system reserves per block
+PORTABLE_SHARED = 48 * 1024  # bytes that a block may use on every GPU
+RESERVED = 1024  # bytes of shared memory per block that the system reserves
 KIB = 1024
 
 
@@ -26,7 +27,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Needs:
-    """One kernel of a configuration, as it is launched: threads per block, dynamic shared memory in bytes."""
+    """One kernel of a configuration with its launch: threads per block, dynamic shared memory in bytes."""
 
     source: Path
     entry: str
@@ -67,8 +68,8 @@ class Limits:
     occupancy: float = 0.1
 
 
-# hardware: what the GPU can launch. portable: what a block may use on every GPU, with registers to spare.
-# portable-50: also half of the warps resident, which leaves 64 registers per thread on sm_90 (80 on sm_89).
+# `hardware`: what the GPU can launch. `portable`: what a block may use on every GPU, with registers to spare.
+# `portable-50`: also half of the warps resident, which leaves 64 registers per thread on sm_90 (80 on sm_89).
 HARDWARE = "hardware"
 PRESETS = {
     HARDWARE: Limits(),

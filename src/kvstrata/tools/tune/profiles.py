@@ -1,4 +1,4 @@
-"""Profiles of configurations with Nsight Compute, all in one child process."""
+"""Profiles configurations with Nsight Compute: all that a search requests, in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstrata.tools.profile.ncu import Kernel, NcuError
 
 from .space import key
 
-MARK = "empty"  # the kernel before each configuration
+MARK = "empty"  # kernel launched before each configuration
 SECTIONS = ("LaunchStats", "Occupancy")  # in addition to metrics requested by name; each section takes more passes
 Metrics = dict[str, float]
 
@@ -44,7 +44,7 @@ def take(
 
 
 def split(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Launches of each configuration, separated by MARK."""
+    """The launches between markers."""
     groups: list[list[Kernel]] = []
     for kernel in kernels:
         if kernel.name == MARK:

@@ -30,7 +30,7 @@ def build(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
 
     def check(name: str, i: int, out: list[int]) -> None:
-        """The same state gives the same tokens by both methods, and the budget holds."""
+        """Assert that both methods give the same tokens from the same state, and that the budget holds."""
         memory = decoder.cache.memory()
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
         assert len(out) == shape.batch, "tokens are missing"

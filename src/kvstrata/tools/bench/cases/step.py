@@ -211,7 +211,7 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
         return decoder.step(method)
 
     def check(name: str, i: int, out: list[int]) -> None:
-        """The same state with metadata from plain copies must give the same tokens."""
+        """Assert that the same state with metadata from plain copies gives the same tokens."""
         decoder.host[0] = ids[0]
         again = decoder.run("unfused").tolist()
         decoder.host[0] = torch.tensor(out)

@@ -1,7 +1,7 @@
 """Tuning problems by op: a module `problems/<op>.py` defines `problems(arch, device) -> list[Problem]`.
 
-A problem is one case of the op's benchmark. Its kernels are known without a device; `build` allocates inputs on one,
-with the benchmark's check.
+A problem is one case of the op's benchmark. Its kernels can be compiled without a device; `build` creates inputs on
+one, with the benchmark's own check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case to tune; ``invalid(choice)`` says why a choice is invalid for this shape, or returns None."""
+    """A case to be tuned. `invalid(choice)` is the reason why a choice is invalid for this shape, or None."""
 
     op: str
     case: str
@@ -52,7 +52,7 @@ def names() -> list[str]:
 
 
 def check(op: str) -> None:
-    """Raise LookupError, listing the ops, for one that cannot be tuned."""
+    """Raise LookupError, listing the ops with problems, for an op without any."""
     if op not in names():
         raise LookupError(f"nothing to tune in {op!r}; there are: {', '.join(names())}")
 

@@ -18,7 +18,7 @@ from kvstrata.tools.tune.space import Space
 
 from . import Problem, Ready
 
-PROCESSORS = 132  # without a GPU: multiprocessors of the one that the default table was measured on
+PROCESSORS = 132  # without a GPU: that of the GPU of the default table
 
 
 def problems(arch: str, device: torch.device) -> list[Problem]:
@@ -30,7 +30,7 @@ def _tiles(shape: Shape, rows: int) -> int:
 
 
 def default_of(shape: Shape, arch: str, processors: int) -> Choice:
-    """Choice of the op without a tuned table."""
+    """The op's choice without a tuned table."""
     few = _tiles(shape, 128) <= processors
     tile = nearest(shape.dim, shape.length, shape.causal, few) if arch == "sm_90" else None
     return choice_of(tile or tile_of(shape.dim, _tiles(shape, 64), processors))

@@ -1,4 +1,4 @@
-"""Tuning problems of store: the CUDA C++ kernels, and a toy problem for any device: the reference's chunk size."""
+"""The store's cases: the CUDA C++ kernels, or on any device the reference, with a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _build_cuda(kind: Kind, tokens: int, sets: int, device: torch.device) -> Rea
 
 
 def toy(device: torch.device) -> Problem:
-    """Toy problem: the number of tokens that the reference stores at a time."""
+    """Tokens at a time: the only parameter of a loop over torch's indexed writes."""
     kind, tokens = KINDS[0], TOY
     return Problem(
         op="store",

@@ -1,4 +1,4 @@
-"""Settling in turns, and a step ahead: how much a step moves, and that neighbours do not matter."""
+"""Settling by a schedule, and one step ahead: how much a step moves, and that the batch does not matter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_phases_cover_the_period_in_order() -> None:
     assert schedule.phases(1, 1).tolist() == [0]
 
 
-def test_layers_settle_in_turns() -> None:
+def test_layers_settle_in_rotation() -> None:
     """Requests of one length, eight layers: no step settles more than one of them, and each has a turn in a period."""
     cache = started([300, 300, 300], layers=8)
     period, settled = cache.policy.settle_every, []
@@ -62,8 +62,8 @@ def test_layers_settle_in_turns() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_neighbours_do_not_change_tiers(layers: int) -> None:
-    """A request alone, and beside others that come, pause, crop and leave: the same tokens in the same tiers."""
+def test_other_requests_do_not_change_tiers(layers: int) -> None:
+    """A request alone, and with others that come, pause, crop and leave: the same tokens in the same tiers."""
     alone, among = started([200], layers), started([200, 150, 260], layers)
     for number in range(90):
         step(alone, [0], number)
@@ -154,7 +154,7 @@ def test_plans_under_bytes_follow_all_requests() -> None:
     assert interrupted > 3
 
 
-def test_a_plan_that_failed_once_is_whole_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_failed_once_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of one request fails for want of memory, then both take it: no place is left out."""
     from kvstrata.cache.storage.page_table import Buckets
 

@@ -1,4 +1,4 @@
-"""prefill_attention_cached with new rows beside the cache, against a plain softmax over its tokens and these rows."""
+"""prefill_attention_cached with new rows outside the cache, against a plain softmax over its tokens and these rows."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_invalid_new_rows_are_named(message: str) -> None:
         prefill_attention_cached(**(dict(q=Q, cache=CACHE, k_new=K, v_new=K) | BAD[message]))
 
 
-def test_unsupported_head_dims_raise_for_triton_and_run_with_auto() -> None:
+def test_unsupported_head_dims() -> None:
     cache = filled([30], dim=80, dtype=torch.float32)
     q, k = torch.randn(1, 5, 4, 80, device=DEVICE), torch.randn(1, 5, 2, 80, device=DEVICE)
     with pytest.raises(RuntimeError, match="backend: triton supports new rows outside a cache with a head_dim"):
