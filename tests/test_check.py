@@ -157,9 +157,9 @@ def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
     assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
 
 
-def test_a_refused_call_is_not_a_failure(monkeypatch):
-    def refuse(draw, backend):
-        raise Refused("not such a call")
+def test_an_unsupported_call_is_not_a_failure(monkeypatch):
+    def unsupported(draw, backend):
+        raise Unsupported("not such a call")
 
     monkeypatch.setattr(sweeps.find("replay"), "trial", unsupported)
     step = check.check_sweep("replay", CPU, "reference", 3)
@@ -251,7 +251,7 @@ def pretended_cuda(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("pretended_cuda")
 def test_a_sweep_runs_in_a_separate_process():
-    step = check.watch_sweep("replay", "reference", 6, 3, math.inf, 600.0)
+    step = check.run_sweep_process("replay", "reference", 6, 3, math.inf, 600.0)
     assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
     step = check.run_sweep_process("replay", "reference", 6, 3, 0.0, 600.0)
     assert step.done == sweeps.MIN_TRIALS

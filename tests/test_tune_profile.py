@@ -129,8 +129,8 @@ def test_occupancy_by_registers_alone_does_not_promote(tmp_path: Path, monkeypat
 
 
 def test_profiles_are_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: None)
-    assert not cli._profiled(None, True, "cuda")
+    monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: None)
+    assert not cli._use_ncu(None, True, "cuda")
     with pytest.raises(ValueError, match="--profile: ncu is not on the PATH"):
         cli._use_ncu(True, False, "cuda")
     monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: "/bin/ncu")

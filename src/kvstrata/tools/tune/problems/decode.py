@@ -45,7 +45,7 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
     columns = shape.q_len * shape.heads // shape.kv_heads
     page = formats[0].page_tokens
     tokens = (-(-shape.tokens // page) + len(formats)) * page  # as in the synthetic layer's table
-    sets = min(sets_for(bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
+    sets = min(sets_for(decode.bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
 
     def kernels(choice: Choice) -> list[Needs]:
         needed = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
