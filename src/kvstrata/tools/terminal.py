@@ -1,4 +1,4 @@
-"""What the commands share: common options, choice of device, consoles, and one-line usage errors."""
+"""Shared parts of the commands: common options, choice of device, consoles, and one-line usage errors."""
 
 from __future__ import annotations
 

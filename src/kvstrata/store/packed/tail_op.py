@@ -42,7 +42,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def _guard_key(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]:
-    """What a guard does not cover: options, which tensors are None, and the alignment of rows."""
+    """Arguments that a guard does not cover: options, which tensors are None, and the alignment of rows."""
     addresses = tensors.k.data_ptr() | tensors.v.data_ptr() | tensors.pages.data_ptr()
     for x in (tensors.tail_k, tensors.tail_v, tensors.sink_k, tensors.sink_v):
         addresses |= 0 if x is None else x.data_ptr()

@@ -131,7 +131,7 @@ def _against_others(report: Report) -> list[Against]:
 
 
 def _summary(report: Report) -> list[str]:
-    """How many cases are faster than the best other contender, in words."""
+    """Number of cases faster than the best other contender, as a sentence."""
     comparisons = _against_others(report)
     if not comparisons:
         return []
