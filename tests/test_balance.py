@@ -61,7 +61,7 @@ def test_exponents_round_trip():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_stored_bytes_are_those_of_balanced_rows(dtype):
+def test_stored_bytes_equal_those_of_balanced_rows(dtype):
     balanced, plain = pair(dtype=dtype, rope=None)
     balanced.check()
     assert (balanced.tier_map(1, 0) > 0).any(), "nothing was quantised"
@@ -87,7 +87,7 @@ def balanced_queries(q: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(("q_len", "options", "dtype"), CALLS)
-def test_decode_is_that_of_balanced_queries(backend, q_len, options, dtype):
+def test_decode_equals_attention_with_balanced_queries(backend, q_len, options, dtype):
     """The products are the same numbers; only the order of sums may differ."""
     balanced, plain = pair(dtype=dtype)
     q = queries(q_len, dtype)
@@ -101,7 +101,7 @@ def test_decode_is_that_of_balanced_queries(backend, q_len, options, dtype):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_cached_prefill_is_that_of_balanced_queries(backend):
+def test_cached_prefill_equals_attention_with_balanced_queries(backend):
     balanced, plain = pair(dtype=torch.float32)
     q = queries(12, torch.float32)
     one = kvstrata.prefill_attention_cached(q, balanced, 1, backend=backend)

@@ -39,7 +39,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return depth
 
 
-def test_a_toy_is_measured(probes: None, frozen: list[int]) -> None:
+def test_toy_model_run_reports_every_contender(probes: None, frozen: list[int]) -> None:
     saved = []
     report = bench.run(bench.cases(CPU, True), CPU, True, after_case=lambda r: saved.append(len(r.cases)))
     [case] = report.cases
@@ -77,7 +77,7 @@ def test_contenders_with_other_tokens_get_no_time(probes: None, monkeypatch: pyt
     assert case.row("ours") is None
 
 
-def test_shapes() -> None:
+def test_shape_names_are_unique_and_row_bytes_are_right() -> None:
     assert [shape.name for shape in bench.SHAPES[:2]] == ["B1-8192", "B8-16384"]
     assert len({shape.name for shape in bench.SHAPES}) == len(bench.SHAPES)
     assert bench.SHAPES[1].row_bytes == 2 * 2 * 32 * 8 * 128
@@ -108,7 +108,7 @@ def test_a_contender_that_hangs_is_stopped_and_late_ones_are_left_out(
 
 
 def test_jobs_are_in_order_of_models_and_compile_last() -> None:
-    jobs = bench.jobs_of(bench.SHAPES, True)
+    jobs = bench.contenders_in_order(bench.SHAPES, True)
     families = [shape.family for shape, _ in jobs]
     assert families == sorted(families), "each model is made once"
     llama = [name for shape, name in jobs if shape.family == "llama"]
@@ -132,4 +132,4 @@ def test_a_cpu_runs_a_small_model() -> None:
     assert [case.name for case in small] == ["B1-2048-smollm2", "B1-4096-smollm2"]
     shape = bench.shape_of(small[0])
     assert shape.row_bytes == 2 * 4 * 30 * 3 * 64
-    assert [name for _, name in bench.jobs_of([shape], False)] == [bench.BASELINE, bench.OURS, bench.PLAIN]
+    assert [name for _, name in bench.contenders_in_order([shape], False)] == [bench.BASELINE, bench.OURS, bench.PLAIN]

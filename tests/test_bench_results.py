@@ -95,7 +95,7 @@ def test_plot_writes_a_figure(report, tmp_path, y, suffix):
     assert plot(report, cases, path, View(y=y)).read_bytes() == first
 
 
-def test_times_over_memory(tmp_path):
+def test_plot_of_times_over_memory_has_one_line_per_context(tmp_path):
     """A line for each context, points where its cases are in bytes, and the fastest peer at 16 bit."""
 
     def case(kind: str, tokens: int, share: float, us: float) -> CaseResult:

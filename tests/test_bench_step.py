@@ -12,7 +12,7 @@ from kvstrata.tools.bench.cases import serve, step
 from kvstrata.tools.bench.clock import WallClock
 from kvstrata.tools.bench.render import table
 from kvstrata.tools.bench.results import CaseResult, Report, Row
-from kvstrata.tools.bench.runner import _judge
+from kvstrata.tools.bench.runner import _rate
 from kvstrata.tools.bench.stats import summary
 
 pytest.importorskip("transformers")
@@ -34,12 +34,12 @@ def test_all_methods_give_the_same_tokens(budget: float | None) -> None:
         assert runner.verify(bench, bench.contenders, case.sets) == {}
     decoder = step.decoder_of(shape, DEVICE)
     grown = [decoder.cache.length(request) for request in decoder.requests]
-    assert grown == [n + 1 + len(step.WAYS) for n in shape.lengths]
+    assert grown == [n + 1 + len(step.STAGINGS) for n in shape.lengths]
     assert decoder.host[1].tolist() == [n - 1 for n in grown]  # the position of the newest token
     decoder.cache.check()
 
 
-def test_steps_that_settle() -> None:
+def test_serve_steps_equal_unfused_steps_and_grow_contexts() -> None:
     """Tokens are those of the same state in the other way; contexts grow only by steps."""
     [case] = serve.cases(DEVICE, False)
     assert case.rounds >= 2 * serve.SETTLE_EVERY
@@ -84,7 +84,7 @@ def test_rates_and_shares_are_columns() -> None:
     for name, kind, us in (("fused", "ours", 1250.0), ("replay", "baseline", 1000.0), ("empty", "probe", 1.0)):
         case.rows.append(Row(name, kind, us=summary([us] * 9), samples=[us] * 9))
     case.rows.append(replace(case.rows[-1], name="copy"))
-    _judge(case, step.cases_of(SMALL)[0], 1.0)
+    _rate(case, step.cases_of(SMALL)[0], 1.0)
     machine = {"name": "x", "versions": {"torch": "1"}, "date": "2026-01-01", "slug": "x"}
     report = Report("step", machine, {"quick": False}, {"tb_s": 1.0}, {"us": 1.0, "kernel": "empty.cu"}, [case])
     shown = {"columns": "contender,us,share,rate,tokens_s", "contenders": "fused,replay"}

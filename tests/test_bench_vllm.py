@@ -41,7 +41,7 @@ def test_largest_batches_fill_the_same_bytes():
     assert 16 * bench.token_bytes(bench.BASELINE) * 32768 < bench.CACHE
 
 
-def test_needs_a_gpu():
+def test_cases_without_a_gpu_raise():
     with pytest.raises(LookupError, match="expected a CUDA device"):
         bench.cases(torch.device("cpu"), False)
 
@@ -63,7 +63,7 @@ def ran(monkeypatch):
     return run
 
 
-def test_engines_become_rows(ran, tmp_path):
+def test_engine_results_become_report_rows(ran, tmp_path):
     answers = dict.fromkeys(bench.ENGINES, (told(100.0), None))
     answers["K4V4"] = (told(50.0), None)
     wrong = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
@@ -94,22 +94,22 @@ def test_engines_become_rows(ran, tmp_path):
 
 
 def test_first_tokens_that_differ_are_not_compared():
-    assert bench.difference(PROBE, PROBE) is None
+    assert bench.logprob_error(PROBE, PROBE) is None
     other = [{"first": 5, "second": PROBE[0]["second"]}]
-    assert bench.difference(PROBE, other) == "no prompt has the first token of the reference"
+    assert bench.logprob_error(PROBE, other) == "no prompt has the first token of the reference"
     near = [{"first": 4, "second": {"7": -0.9, "8": -1.0, "9": -4.0}}]
-    assert bench.difference(PROBE, near) is None
+    assert bench.logprob_error(PROBE, near) is None
 
 
 def test_low_bit_engines_are_compared_with_float32():
     rounded = [{"first": 4, "second": {"1": -0.5, "2": -1.0, "3": -2.5}}]
     good = told(1.0, rounded) | {"eager": rounded}
-    assert bench.mistake("K2V2", PROBE, good) is None
-    assert "from those of the reference" in bench.mistake("K8V8", PROBE, good)
-    assert "attention is 3.0e-02 from float32" in bench.mistake("K2V2", PROBE, good | {"error": 0.03})
-    assert "attention is nan" in bench.mistake("K2V2", PROBE, good | {"error": float("nan")})
-    assert "no attention was compared" in bench.mistake("K2V2", PROBE, good | {"compared": 0})
-    assert bench.mistake(bench.PEER, PROBE, {"probe": PROBE}) is None
+    assert bench.find_error("K2V2", PROBE, good) is None
+    assert "from those of the reference" in bench.find_error("K8V8", PROBE, good)
+    assert "attention is 3.0e-02 from float32" in bench.find_error("K2V2", PROBE, good | {"error": 0.03})
+    assert "attention is nan" in bench.find_error("K2V2", PROBE, good | {"error": float("nan")})
+    assert "no attention was compared" in bench.find_error("K2V2", PROBE, good | {"compared": 0})
+    assert bench.find_error(bench.PEER, PROBE, {"probe": PROBE}) is None
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -132,7 +132,7 @@ def test_attention_of_an_engine_is_compared(monkeypatch, wrong):
             options["out"].mul_(1.1)
 
     monkeypatch.setattr(packed, "decode_packed", decode)
-    with vllm_check.compared() as worst:
+    with vllm_check.compare_with_reference() as worst:
         layer.attend(q, k[:3], v[:3], cache, Batch((part,)), out)
     assert worst.calls == 1
     assert (worst.error > bench.ERROR) == wrong
@@ -162,7 +162,7 @@ def test_the_output_of_a_child_process_is_parsed(monkeypatch):
     assert bench.measure("K4V4", bench.SHAPES) == ({}, "exit code 1: b / c / d")
 
     def late(command, seconds):
-        raise child.Late("took long")
+        raise child.Timeout("took long")
 
     monkeypatch.setattr(child, "run", late)
     assert bench.measure("K4V4", bench.SHAPES) == ({}, "took long")
@@ -251,7 +251,7 @@ def test_prompts_leave_room_for_their_token(monkeypatch):
 
 def test_cases_of_a_late_engine_are_kept(monkeypatch):
     def late(command, seconds):
-        raise child.Late("took more than 1 s and was killed", f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\n")
+        raise child.Timeout("took more than 1 s and was killed", f"noise\n{bench.MARK}{json.dumps({'vllm': 'x'})}\n")
 
     monkeypatch.setattr(child, "run", late)
     assert bench.measure(bench.OURS, []) == ({"vllm": "x"}, None)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    whole.forget(CPU)
+    whole.free_caches(CPU)
 
 
 def test_every_operation_passes_its_check() -> None:

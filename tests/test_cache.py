@@ -125,7 +125,7 @@ def test_when_a_request_settles_does_not_depend_on_the_batch() -> None:
         cache.check()
 
 
-def test_batched_rows() -> None:
+def test_append_of_a_dense_batch_assigns_rows_to_requests() -> None:
     cache = make(max_requests=3)
     k, v = torch.randn(2, 3, 50, 2, 64)
     cache.append(0, k, v)
@@ -225,7 +225,7 @@ def test_bucket_views_show_the_current_state() -> None:
             assert torch.equal(v[slot].bfloat16(), v_all[0, column])
 
 
-def test_wide_positions() -> None:
+def test_positions_use_int32_beyond_32768_tokens() -> None:
     assert make(max_tokens=32768).position_dtype == torch.int16
     cache = make(max_tokens=32769, heads=1, dim=32)
     assert cache.position_dtype == torch.int32

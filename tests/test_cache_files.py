@@ -24,7 +24,7 @@ def saved(tmp_path, **options) -> tuple:
     return cache, path
 
 
-def test_save_and_load(tmp_path) -> None:
+def test_loaded_request_equals_the_saved_one(tmp_path) -> None:
     cache, path = saved(tmp_path)
     twin = cache.load(path)
     other = make(layers=2, max_requests=1, max_tokens=40000, budget=0.4)  # positions of 4 bytes, and room for them

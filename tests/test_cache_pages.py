@@ -105,7 +105,7 @@ def test_slabs_of_large_caches_hold_what_one_launch_takes() -> None:
     assert slab(256, 0.25)[0] <= 130
 
 
-def test_pool_counts_owners() -> None:
+def test_pool_refcounts_pages() -> None:
     p = small_pool()
     a = p.allocate(1, 2)
     p.retain(a[[0, 0]])

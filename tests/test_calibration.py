@@ -66,7 +66,7 @@ def test_a_balance_is_of_powers_of_two(value):
         LayerCalibration(balance)
 
 
-def test_sizes_are_checked():
+def test_mismatched_sizes_raise():
     with pytest.raises(ValueError, match="centre: expected shape"):
         LayerCalibration(torch.ones(2, 32), torch.ones(1, 32))
     with pytest.raises(TypeError, match="float32"):

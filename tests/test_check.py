@@ -19,7 +19,7 @@ from kvstrata.tools import child, publish
 from kvstrata.tools.bench import cases
 from kvstrata.tools.check import check, sweeps
 from kvstrata.tools.check import results as check_results
-from kvstrata.tools.check.sweeps.draw import Draw, Refused
+from kvstrata.tools.check.sweeps.draw import Draw, Unsupported
 from prefill_model import DEVICE
 from test_prefill_cuda import cuda  # noqa: F401
 
@@ -32,7 +32,7 @@ def test_every_sweep_passes_here(op):
         if reason is None and backend != "triton":  # the interpreter has tests of its own
             outcomes = list(sweeps.run(op, CPU, backend, range(8)))
             assert [o.error for o in outcomes if o.error] == []
-            assert any(o.refused is None for o in outcomes)
+            assert any(o.unsupported is None for o in outcomes)
 
 
 @pytest.mark.gpu
@@ -52,9 +52,9 @@ def test_every_op_of_bench_has_a_sweep():
 
 @pytest.mark.usefixtures("cuda")
 def test_prefill_takes_what_the_sanitizer_watches():
-    """On the GPU, or emulated: none of the first trials is refused."""
-    outcomes = list(sweeps.run("prefill", DEVICE, "cuda", range(check.WATCHED[True])))
-    assert [(o.error, o.refused) for o in outcomes] == [(None, None)] * len(outcomes)
+    """On the GPU, or emulated: the first trials are all supported."""
+    outcomes = list(sweeps.run("prefill", DEVICE, "cuda", range(check.SANITIZER_TRIALS[True])))
+    assert [(o.error, o.unsupported) for o in outcomes] == [(None, None)] * len(outcomes)
 
 
 def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slot_mapping, **options):
@@ -110,7 +110,7 @@ def record(self, source, entry, arch):
     print("loaded", Path(source).name)
 kernel.Kernel.__init__ = record
 for backend in sweeps.find(sys.argv[1]).SANITIZED:
-    for outcome in sweeps.run(sys.argv[1], torch.device("cuda", 0), backend, range(check.WATCHED[True])):
+    for outcome in sweeps.run(sys.argv[1], torch.device("cuda", 0), backend, range(check.SANITIZER_TRIALS[True])):
         assert not outcome.error, outcome
 """
 
@@ -157,11 +157,11 @@ def test_settle_finds_a_row_in_the_wrong_place(monkeypatch):
     assert any("off by" in (o.error or "") for o in sweeps.run("settle", CPU, "auto", range(4)))
 
 
-def test_a_refused_call_is_not_a_failure(monkeypatch):
-    def refuse(draw, backend):
-        raise Refused("not such a call")
+def test_an_unsupported_call_is_not_a_failure(monkeypatch):
+    def unsupported(draw, backend):
+        raise Unsupported("not such a call")
 
-    monkeypatch.setattr(sweeps.find("replay"), "trial", refuse)
+    monkeypatch.setattr(sweeps.find("replay"), "trial", unsupported)
     step = check.check_sweep("replay", CPU, "reference", 3)
     assert (step.verdict, step.skipped) == ("skipped", "not such a call")
 
@@ -195,7 +195,7 @@ def test_check_of_a_wrong_kernel_exits_1(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["store", "--tools", "memchek"], ["store", "--device", "cuda"]])
-def test_check_refuses_in_one_line(arguments, monkeypatch):
+def test_check_reports_usage_errors_in_one_line(arguments, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("check", *arguments)
     assert done.exit_code == 2
@@ -233,7 +233,7 @@ def test_the_sanitizer_runs_a_child_process(monkeypatch, tmp_path):
         "print('========= ERROR SUMMARY: 0 errors')\n"
     )
     tool.chmod(0o755)
-    step = check.check_sanitizer("memcheck", "replay", ["reference"], 3, str(tool))
+    step = check.check_sanitizer("memcheck", "replay", ["reference"], 3, str(tool), 600.0)
     assert (step.verdict, step.done) == ("passed", 3), step.errors
 
 
@@ -251,14 +251,14 @@ def pretended_cuda(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("pretended_cuda")
 def test_a_sweep_runs_in_a_separate_process():
-    step = check.watch_sweep("replay", "reference", 6, 3, math.inf, 600.0)
+    step = check.run_sweep_process("replay", "reference", 6, 3, math.inf, 600.0)
     assert (step.name, step.verdict, step.done) == ("sweep, reference", "passed", 6), step.errors
-    step = check.watch_sweep("replay", "reference", 6, 3, 0.0, 600.0)
-    assert step.done == sweeps.FEWEST
-    step = check.watch_sweep("replay", "nothing", 2, 0, math.inf, 600.0)
+    step = check.run_sweep_process("replay", "reference", 6, 3, 0.0, 600.0)
+    assert step.done == sweeps.MIN_TRIALS
+    step = check.run_sweep_process("replay", "nothing", 2, 0, math.inf, 600.0)
     assert step.verdict == "FAILED"
     assert all(error.startswith("seed ") for error in step.errors)
-    (late,) = check.watch_sweep("replay", "reference", 6, 3, math.inf, 0.0).errors
+    (late,) = check.run_sweep_process("replay", "reference", 6, 3, math.inf, 0.0).errors
     assert "was killed" in late
 
 
@@ -267,7 +267,7 @@ def test_a_sweep_runs_in_a_separate_process():
     [
         ("4 trials, 0 failed", 0, (4, [], None)),
         ("cuda, seed 3: k differs\n4 trials, 1 failed", 1, (4, ["seed 3: k differs"], None)),
-        ("cuda refused: no\n0 trials, 0 failed", 1, (0, [], "no")),
+        ("cuda unsupported: no\n0 trials, 0 failed", 1, (0, [], "no")),
         ("Segmentation fault", -11, (0, ["the child ended early, exit code -11: Segmentation fault"], None)),
     ],
 )
@@ -287,9 +287,9 @@ def test_on_a_gpu_sweeps_tools_and_cases_run_in_parallel(monkeypatch):
         return run
 
     monkeypatch.setattr(sweeps, "backends", lambda op, device: {"cuda": None, "triton": "not here", "reference": None})
-    monkeypatch.setattr(child, "find", lambda tool: tool)
+    monkeypatch.setattr(child, "find_tool", lambda tool: tool)
     monkeypatch.setattr(check, "check_cases", met(lambda op, device: "cases"))
-    monkeypatch.setattr(check, "watch_sweep", met(lambda op, backend, *rest: backend))
+    monkeypatch.setattr(check, "run_sweep_process", met(lambda op, backend, *rest: backend))
     monkeypatch.setattr(check, "check_sanitizer", met(lambda tool, *rest: tool))
     steps = check.run("store", torch.device("cuda"), ("memcheck", "racecheck"), limit=60.0)
     assert [step.name for step in steps] == ["cases", "cuda", "sweep, triton", "reference", "memcheck", "racecheck"]

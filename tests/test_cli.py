@@ -163,7 +163,7 @@ def test_report_names_missing_results(kvstrata):
     assert "x.md: no result of 'other': run kvstrata bench other --save" in done.stderr
 
 
-def test_info(kvstrata):
+def test_info_lists_backends_and_benchmarks(kvstrata):
     facts = json.loads(kvstrata("info", "--json").stdout)
     assert facts["backends"]["store"]["reference"] is None
     assert "CUDA" in facts["backends"]["store"]["cuda"]

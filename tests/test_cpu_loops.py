@@ -28,7 +28,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_products_of_codes(bits: int, side: fragments.Side) -> None:
+def test_products_of_codes_equal_float64_sums(bits: int, side: fragments.Side) -> None:
     """Every page size, odd numbers of steps, and rows that are no multiple of four; sums begin where they were."""
     random = np.random.default_rng(bits)
     for dim, tokens, rows in ((64, 64, 3), (48, 16, 1), (80, 32, 7), (32, 64, 4), (128, 32, 2), (256, 64, 5)):

@@ -104,7 +104,7 @@ def test_fully_hidden_pages(backend: str, tiers: tuple[str, ...], q_len: int, wi
 
 
 @each_backend
-def test_sinks_take_weight(backend: str) -> None:
+def test_sink_logits_take_weight_from_tokens(backend: str) -> None:
     sinks = torch.tensor([-100.0, 0.0, 1.0, 4.0, 30.0, -torch.inf], device=DEVICE)
     case = case_of([50, 0, 3], options=dict(sinks=sinks), dtype=HALF)
     check(case, backend)

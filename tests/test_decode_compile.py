@@ -81,7 +81,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize("name", KERNELS)
-def test_cuda_gates(name: str, arch: str) -> None:
+def test_decode_kernels_compile_within_resource_limits(name: str, arch: str) -> None:
     """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
     tiers, width, flags = KERNELS[name]
     entry = stages.decode_entry(tiers, torch.bfloat16, width, arch, **flags)
@@ -107,7 +107,7 @@ def test_calls_without_balance_and_observation_have_no_code_for_them() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_list_and_combine_gates(arch: str) -> None:
+def test_list_and_combine_kernels_compile_within_resource_limits(arch: str) -> None:
     assert gates.usage(decode_cuda.FOLDER / "worklist.cu", "worklist", arch=arch).registers <= 64
     assert gates.usage(decode_cuda.FOLDER / "rows.cu", "rows", arch=arch).registers <= 32
     assert gates.usage(decode_cuda.FOLDER / "observe.cu", "observe", arch=arch).registers <= 64

@@ -29,7 +29,7 @@ def test_plans_for_other_calls_are_refused() -> None:
         DecodePlan(cache, 6, fixed_split=0)
 
 
-def test_what_is_returned() -> None:
+def test_return_options_determine_the_result_type() -> None:
     case = case_of([20])
     q, cache = case.q, case.cache
     out = decode_attention(q, cache)

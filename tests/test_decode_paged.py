@@ -44,7 +44,7 @@ def paged_case(
 @each_backend
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_paged(backend: str, layout: str, dim: int) -> None:
+def test_paged_cache_equals_the_model(backend: str, layout: str, dim: int) -> None:
     few(backend, dim < 128)
     check(paged_case([40, 0, 17, 16, 1], layout=layout, dim=dim), backend)
 
@@ -52,7 +52,7 @@ def test_paged(backend: str, layout: str, dim: int) -> None:
 @each_backend
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_paged_with_gaps(backend: str, layout: str, dim: int) -> None:
+def test_strided_paged_cache_equals_the_model(backend: str, layout: str, dim: int) -> None:
     few(backend, dim < 128)
     check(paged_case([21, 30], layout=layout, dim=dim, strided=True, block_size=8), backend)
 
@@ -60,12 +60,12 @@ def test_paged_with_gaps(backend: str, layout: str, dim: int) -> None:
 @each_backend
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("scaled", ["none", "one", "heads"])
-def test_paged_fp8(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
+def test_fp8_paged_cache_equals_the_model(backend: str, cache_dtype: torch.dtype, scaled: str) -> None:
     check(paged_case([40, 5], cache_dtype=cache_dtype, scaled=scaled), backend)
 
 
 @each_backend
-def test_paged_options(backend: str) -> None:
+def test_paged_cache_with_score_options_equals_the_model(backend: str) -> None:
     sinks = torch.randn(6, device=DEVICE)
     options = dict(sliding_window=20, softcap=10.0, sinks=sinks)
     case = paged_case([44, 3, 26], q_len=4, group=3, block_size=1, options=options)

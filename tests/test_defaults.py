@@ -77,7 +77,7 @@ def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
 @each_backend
 @each_kind
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_decode(under: Callable, kind: str, backend: str, q_len: int) -> None:
+def test_decode_ignores_default_dtype_and_device(under: Callable, kind: str, backend: str, q_len: int) -> None:
     cache, q = filled(kind), queries(1, q_len, 4, 32)
 
     def call() -> tuple[torch.Tensor, ...]:
@@ -89,7 +89,7 @@ def test_decode(under: Callable, kind: str, backend: str, q_len: int) -> None:
 
 
 @each_kind
-def test_prefill_over_a_cache(under: Callable, kind: str) -> None:
+def test_cached_prefill_ignores_default_dtype_and_device(under: Callable, kind: str) -> None:
     cache, q = filled(kind), queries(1, 20, 4, 32)
 
     def call() -> tuple[torch.Tensor, ...]:
@@ -100,7 +100,7 @@ def test_prefill_over_a_cache(under: Callable, kind: str) -> None:
     same(got, call())
 
 
-def test_prefill(under: Callable) -> None:
+def test_prefill_ignores_default_dtype_and_device(under: Callable) -> None:
     q, (k, v) = queries(1, 20, 4, 64), queries(2, 1, 50, 2, 64)
 
     def call() -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ def test_prefill(under: Callable) -> None:
     same(under(call), call())
 
 
-def test_mass_of_a_prompt(under: Callable) -> None:
+def test_prompt_mass_ignores_default_dtype_and_device(under: Callable) -> None:
     query, key = queries(1, 4, 20, 32), queries(1, 2, 20, 32)
     position = torch.arange(20, device=DEVICE)[None]
     is_token = torch.ones(1, 20, dtype=torch.bool, device=DEVICE)
@@ -121,7 +121,7 @@ def test_mass_of_a_prompt(under: Callable) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80])
-def test_rotation(under: Callable, dim: int) -> None:
+def test_hadamard_ignores_default_dtype_and_device(under: Callable, dim: int) -> None:
     same(under(lambda: (hadamard(dim, DEVICE),)), (hadamard(dim, DEVICE),))
 
 
@@ -131,7 +131,7 @@ def test_rotation(under: Callable, dim: int) -> None:
     "options", [{}, {"sliding_window": 8}, {"sinks": torch.zeros(4)}], ids=["plain", "window", "sinks"]
 )
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_empty_batch(kind: str, backend: str, options: dict, q_len: int) -> None:
+def test_decode_of_an_empty_batch_returns_empty_tensors(kind: str, backend: str, options: dict, q_len: int) -> None:
     cache = filled(kind)
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     out, lse, mass = decode_attention(
@@ -143,7 +143,7 @@ def test_empty_batch(kind: str, backend: str, options: dict, q_len: int) -> None
 
 
 @each_kind
-def test_empty_batch_of_prefill(kind: str) -> None:
+def test_prefill_of_an_empty_batch_returns_empty_tensors(kind: str) -> None:
     out, lse, _ = prefill_attention_cached(queries(0, 5, 4, 32), filled(kind), requests=[], return_lse=True)
     assert (out.shape, lse.shape) == ((0, 5, 4, 32), (0, 5, 4))
     assert out.dtype == lse.dtype == torch.float32

@@ -43,7 +43,7 @@ LINKS = [(path, link) for path in DOCUMENTS for link in re.findall(r"\]\((?!http
 
 
 @pytest.mark.parametrize(("path", "link"), LINKS, ids=lambda x: getattr(x, "name", x))
-def test_links_lead_somewhere(path: Path, link: str) -> None:
+def test_relative_links_exist(path: Path, link: str) -> None:
     assert (path.parent / link).exists()
 
 

@@ -42,13 +42,13 @@ CASES: dict[str, tuple[list[int], dict]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tiers(name: str) -> None:
+def test_emulated_decode_of_tiers_equals_the_model(name: str) -> None:
     lengths, options = CASES[name]
     check(case_of(lengths, dtype=torch.bfloat16, **options), "cuda")
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_rows_of_store_kv(layout: str) -> None:
+def test_emulated_decode_over_a_paged_cache_equals_the_model(layout: str) -> None:
     shape = (9, 32, 2, 64) if layout == "NHD" else (9, 2, 32, 64)
     k, v = torch.randn(2, *shape).half()
     table = torch.tensor([[3, 1, 8], [5, 0, -7]], dtype=torch.int32)
@@ -102,7 +102,7 @@ def test_one_warp_combines_a_column(dim: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("counts", [[64, 3000, 12, 12], [5, 1, 0, 70], [40, 700, 500, 300], [3, 0, 0, 1]])
-def test_work_list(counts: list[int]) -> None:
+def test_work_list_covers_every_stage_once(counts: list[int]) -> None:
     """Every stage is in one chunk, a group's partial results are those its chunks write, and short groups count."""
     tiers, requests = ("K16V16", "K8V8", "K4V4", "K2V2"), 24
     held = torch.tensor(counts).expand(requests, 2, 4).clone()

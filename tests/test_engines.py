@@ -79,7 +79,7 @@ def test_heads_of_a_rank():
             heads_of_rank(total, local, 0, ranks)
 
 
-def test_layer_index():
+def test_layer_index_is_the_only_number_in_the_name():
     assert layer_index("model.layers.13.self_attn.attn") == 13
     assert layer_index("layers.0") == 0
     for name in ("model.attn", "model.layers.1.experts.2.attn"):
@@ -144,7 +144,7 @@ def test_padding_tokens_without_requests_need_the_ragged_call():
     assert (decode.tokens, decode.cu_seqlens_q.tolist()) == (8, [0, 1, 2, 3])
 
 
-def test_mixed_batch():
+def test_mixed_batch_is_split_into_decodes_and_prefills():
     batch = batch_of([1, 1, 40, 7], [5, 9, 100, 7], tokens=64)
     (decode,), (part,) = batch.decodes, batch.prefills
     assert (decode.tokens, decode.seq_lens.tolist()) == (2, [5, 9])

@@ -167,7 +167,7 @@ def test_bytes_of_blocks_are_those_of_the_format() -> None:
     assert packed.max_tokens_read > 6 * plain.max_tokens_read
 
 
-def test_calibration(tmp_path: Any) -> None:
+def test_calibration_file_is_applied_and_checked(tmp_path: Any) -> None:
     """Balance and centre of a file are taken off and put back; a file of another model is refused."""
     model = make("llama")
     balance = torch.ones(2, 64)
@@ -198,7 +198,7 @@ def test_other_models_and_later_calls_are_unaffected() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_errors() -> None:
+def test_unsupported_formats_models_and_calls_raise() -> None:
     model = make("llama")
     with (
         pytest.raises(ValueError, match="expected K<bits>V<bits> such as 'K4V2', got '16'"),

@@ -70,7 +70,7 @@ def test_backend_reports_its_capabilities(engine):
     assert not backend.supports_compute_capability(SimpleNamespace(major=7))
 
 
-def test_reasons_become_sentences(engine):
+def test_vllm_reasons_become_explanations(engine):
     backend = engine.ours.KvstrataBackend
     backend.reasons = ("MLA not supported", "something new")
     first, second = backend.validate_configuration(head_size=576)
@@ -252,7 +252,7 @@ def test_tails_of_a_batch(engine):
         (3, dict(method="eagle"), "a tail works with drafts of .*, got 'eagle'"),
     ],
 )
-def test_tails_are_refused(engine, drafts, changed, message):
+def test_tail_with_unsupported_configuration_raises(engine, drafts, changed, message):
     engine.configure({"kvstrata": {"format": "K4V4", "tail": True}})
     with pytest.raises(ValueError, match=message):
         builder_of(engine, drafts, **changed)

@@ -196,7 +196,7 @@ def test_unsupported_modules_give_no_calibration():
     module.qkv_proj.weight.data[0, 0] = torch.nan
     assert of(module)[1] == "its weights are not finite"
     module.k_norm = torch.nn.LayerNorm(DIM)
-    assert of(module)[1] == "Q or K may be normalised behind its projection (k_norm)"
+    assert of(module)[1] == "Q or K may be normalised after its projection (k_norm)"
     module = Attention(rotary=Rotary(pairs=DIM))
     assert of(module)[1] == "its RoPE is of an unknown kind"
     assert of(torch.nn.Sequential(torch.nn.Identity()), turned=False)[1].startswith("no projection")

@@ -103,7 +103,7 @@ def test_tiers_that_are_named_or_not() -> None:
     assert names(budget_bytes=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
     config = model().config
     for budget in (0.5, 0.25):
-        cache = StrataCache(config, budget=budget, max_tokens=1024, **contenders.fitting())
+        cache = StrataCache(config, budget=budget, max_tokens=1024, **contenders.small_pages())
         cache.build(torch.zeros(1, 2, 1, 64))
         assert [f.name for f in cache.tiered.formats[1:]] == contenders.tiers_at(budget, config, 1024)
 
@@ -128,7 +128,7 @@ def test_mean_code_bits_are_as_requested() -> None:
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 8])
-def test_groups_round_trip(width: int) -> None:
+def test_kivi_groups_round_trip_within_half_a_step(width: int) -> None:
     x = torch.randn(2, 3, 64, 96)
     block = quantize_groups(x, width, 32)
     assert block.nbytes == x.numel() * width // 8 + x.numel() // 32 * 4
@@ -159,7 +159,7 @@ def test_a_baseline_fits_its_budget() -> None:
         for contender in found:
             cache = contender.make(net.config, 1, 512)
             measure.decode(net, ids, cache, prompt=500, chunk=12)
-            assert contender.size(cache) <= (budget + 0.02) * contenders.full(net.config, 1, 512)
+            assert contender.size(cache) <= (budget + 0.02) * contenders.full_bytes(net.config, 1, 512)
     assert contenders.kivi(0.05, net.config, 512) == []
     groups = [[c.options["group"] for c in contenders.kivi(0.25, net.config, n)] for n in (1024, 2048)]
     assert groups == [[32], [32, 64]]  # the longer text affords wider codes in large groups
@@ -169,7 +169,7 @@ def test_held_bytes_count_a_float32_model_as_16_bit() -> None:
     net, ids = model(), tokens(40)
     cache = DynamicCache(config=net.config)
     measure.decode(net, ids, cache, chunk=40)
-    assert contenders.held(cache) == contenders.full(net.config, 1, 40)
+    assert contenders.tensor_bytes(cache) == contenders.full_bytes(net.config, 1, 40)
 
 
 def test_saved_results_are_continued(tmp_path: Path) -> None:
@@ -231,16 +231,19 @@ def test_a_failing_peer_is_reported_and_the_rest_runs() -> None:
         raise RuntimeError("no kernel for 3 bits\nand more")
 
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["text"])
-    wanted = [contenders.Contender("theirs 3 bit", "peer", broken, contenders.held), contenders.strata(0.5, **OPTIONS)]
+    wanted = [
+        contenders.Contender("theirs 3 bit", "peer", broken, contenders.tensor_bytes),
+        contenders.strata(0.5, **OPTIONS),
+    ]
     quality.run(model(), tokens(120), wanted, state, prompt=60, chunk=20)
     assert [row.name for row in state.rows] == ["16 bit", "kvstrata"]
     assert "theirs 3 bit absent: RuntimeError: no kernel for 3 bits" in render.caption(state)
-    ours = contenders.Contender("ours", "ours", broken, contenders.held)
+    ours = contenders.Contender("ours", "ours", broken, contenders.tensor_bytes)
     with pytest.raises(RuntimeError, match="no kernel"):
         quality.run(model(), tokens(120), [ours], state, prompt=60, chunk=20)
 
 
-def test_tables_and_plot(tmp_path: Path) -> None:
+def test_tables_select_rows_and_plot_is_written(tmp_path: Path) -> None:
     net, ids = model(), tokens(120, rows=2)
     state = results.Quality({"name": "x", "date": "2026-01-01", "revision": None}, "tiny", ["a", "b"])
     quality.run(net, ids, [contenders.strata(0.5, **OPTIONS)], state, prompt=60, chunk=20)
@@ -283,7 +286,7 @@ def test_pairs_are_of_one_width_and_read_the_same_chunks() -> None:
     assert (header[2], same) == ("nll, a", lines)
     with pytest.raises(ValueError, match="what 'loss'"):
         render.pairs(state, {"what": "loss"})
-    assert rows[1].above(rows[0], "kl", 0)[0] == pytest.approx(0.2)
+    assert rows[1].difference(rows[0], "kl", 0)[0] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -318,7 +321,7 @@ def test_rounding_has_the_error_of_its_width(bits: int) -> None:
         got_x = sensitivity.round_trip(x, bits, is_k)
         assert torch.equal(got_x[..., :4, :], x[..., :4, :])
         torch.testing.assert_close(got_x[..., 4:, :], want[..., 4:, :], rtol=2e-3, atol=2e-3)
-    assert contenders.counted(cache) == 4 * 64 * 11 + 29 * (64 * bits // 4 + 4)
+    assert contenders.layer_bytes(cache) == 4 * 64 * 11 + 29 * (64 * bits // 4 + 4)
     mixed = LlamaConfig(**SIZES)
     mixed.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="full attention only, got sliding_attention"):

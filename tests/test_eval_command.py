@@ -79,7 +79,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return run
 
 
-def test_the_command_measures_and_goes_on(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_measures_and_resumes(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "plot", DRAW)
     out = tmp_path / "q.json"
     arguments = ("eval", "--quick", "--tokens", "600", "--budget", "0.5", "--out", str(out))
@@ -125,7 +125,7 @@ def test_the_command_has_the_options_of_a_cache(command, tmp_path: Path) -> None
     assert second.bytes > first.bytes  # longer tables
 
 
-def test_the_command_advises(command, tmp_path: Path) -> None:
+def test_advise_writes_the_smallest_budget_within_the_bound(command, tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     made = command("advise", "--tokens", "512", "--kl", "0.5", "--out", str(out))
     assert made.exit_code == 0, made.output
@@ -136,7 +136,7 @@ def test_the_command_advises(command, tmp_path: Path) -> None:
     assert not (tmp_path / "none.json").exists()
 
 
-def test_the_command_calibrates(command, tmp_path: Path) -> None:
+def test_calibrate_writes_balance_centres_and_sensitivities(command, tmp_path: Path) -> None:
     out = tmp_path / "calibration.safetensors"
     made = command("calibrate", "--tokens", "100", "--sensitivity", "--out", str(out), "--json")
     assert made.exit_code == 0, made.output

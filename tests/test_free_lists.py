@@ -90,7 +90,7 @@ def test_the_same_calls_give_the_same_pages() -> None:
     assert run() == run()
 
 
-def test_sorted_arrays() -> None:
+def test_sorted_arrays_merge_and_subtract() -> None:
     a, b = np.array([1, 4, 9]), np.array([2, 4])
     assert merged(a, np.array([7, 0])).tolist() == [0, 1, 4, 7, 9]
     assert without(a, b).tolist() == [1, 9]

@@ -43,7 +43,7 @@ def after_a_text(folder: Path) -> list[str]:
     return ["w3", "--context", str(folder / "before.txt"), "--settings", str(folder / "settings.json"), "--compare"]
 
 
-def test_a_table(folder: Path) -> None:
+def test_compare_prints_a_table(folder: Path) -> None:
     done = generate(folder, "w3 w4 w5", "--compare", "--budget", "1")
     assert done.exit_code == 0, done.output
     assert "3 + 12" in done.output
@@ -58,7 +58,7 @@ def test_a_table(folder: Path) -> None:
     assert "A short text: the budget of 0.25 holds from" in " ".join(done.output.split())
 
 
-def test_json(folder: Path) -> None:
+def test_json_output_has_text_speed_bytes_and_tiers(folder: Path) -> None:
     done = generate(folder, *after_a_text(folder), "--json")
     found = json.loads(done.stdout)
     assert (found["budget"], found["prompt_tokens"], found["new_tokens"]) == (0.5, 201, 12)

@@ -247,7 +247,7 @@ def test_copies_and_pickles_are_independent() -> None:
         assert torch.equal(forwards(model, twin, ids[:, :3], (1, 1, 1)), expected)
 
 
-def test_memory_and_names() -> None:
+def test_memory_counts_all_tensors_and_repr_names_the_format() -> None:
     model, (ids, mask) = make("llama"), padded(40)
     cache = packed(model, "K4V2")
     assert repr(cache) == "StrataCache(2 layers, format='K4V2', max_tokens=160)"

@@ -119,7 +119,7 @@ def test_a_prompt_that_cannot_be_stored_is_reported_until_reset(device: str, mon
     assert cache.rows == 0
 
 
-def test_groups_by_size() -> None:
+def test_layers_per_group_shrink_with_prompt_size() -> None:
     assert prompts.group_of(32, 8 << 20) == 32
     assert prompts.group_of(32, (8 << 20) + 1) == 15
     assert prompts.group_of(32, 1 << 30) == 1

@@ -146,7 +146,7 @@ def test_turns_equal_those_over_unpacked_rows(mask: torch.Tensor, later: int, ba
 
 
 @pytest.mark.parametrize("kind", ["mqa", "softcap", "sinks"])
-def test_other_models(kind: str) -> None:
+def test_turns_of_other_models_equal_unpacked_rows(kind: str) -> None:
     compare(kind, padded(80, slice(0, 9)), [40, 60, 80], 2, "reference")
 
 
@@ -161,7 +161,7 @@ def test_several_chunks_and_few_queries(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("options", [dict(budget=None), dict(policy="recency"), dict(budget=0.4, evict=True)], ids=str)
-def test_policies(options: dict) -> None:
+def test_turns_with_other_policies_equal_unpacked_rows(options: dict) -> None:
     """Without mass, and with heads that hold different positions."""
     compare("llama", padded(95, slice(0, 7)), [40, 70, 95], 2, "reference", **options)
 
@@ -180,7 +180,7 @@ def test_kernels_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_chunked_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_reads_packed_pages_after_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """generate with `prefill_chunk_size`: all chunks but the first read packed pages."""
     model, ids, mask = make("two layers"), prompt(2, 90), padded(90, slice(0, 30))
     options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, prefill_chunk_size=25)

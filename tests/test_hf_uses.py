@@ -54,7 +54,7 @@ def test_beams_that_return_several(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 @pytest.mark.parametrize("seed", [0, 5], ids=["the same model", "another one"])
-def test_assisted_decoding(name: str, seed: int) -> None:
+def test_assisted_decoding_equals_dynamic_cache(name: str, seed: int) -> None:
     """Drafts of the same model are taken, those of another are taken back."""
     model, assistant = make(name), make(name, seed=seed)
     options = dict(new=12, assistant_model=assistant)
@@ -62,7 +62,7 @@ def test_assisted_decoding(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_prompt_lookup(name: str) -> None:
+def test_prompt_lookup_equals_dynamic_cache(name: str) -> None:
     model, ids = make(name), torch.cat([prompt(1, 20)] * 2, 1)
     check(model, lambda cache: greedy(model, ids, cache, new=12, prompt_lookup_num_tokens=4))
 
@@ -90,7 +90,7 @@ def test_a_prefix_that_two_texts_share() -> None:
         assert torch.equal(greedy(model, text, copy.deepcopy(cache), new=8), greedy(model, text, new=8))
 
 
-def test_streaming() -> None:
+def test_streamed_tokens_equal_dynamic_cache() -> None:
     model = make("llama")
 
     class Streamer:
@@ -115,7 +115,7 @@ def test_streaming() -> None:
     check(model, run)
 
 
-def test_pipelines() -> None:
+def test_text_generation_pipeline_equals_dynamic_cache() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import PreTrainedTokenizerFast, pipeline
 
@@ -133,7 +133,7 @@ def test_pipelines() -> None:
     assert [cache.tiered.length(row) for row in range(2)] == [37, 25]
 
 
-def test_compiled_models() -> None:
+def test_compiled_forward_gives_the_same_tokens() -> None:
     """Dynamo leaves its graph for the cache and comes back, at a prompt and at steps; its backend does not matter."""
     model, given = make("llama"), padded(30, 9)
 
@@ -164,7 +164,7 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.parametrize("columns", [6, 40], ids=["balance of weights", "balance of the prompt"])
-def test_adapters(columns: int) -> None:
+def test_adapted_projections_equal_dynamic_cache(columns: int) -> None:
     """Weights behind an adapter tell nothing of K; a compressed cache does without them."""
     model = make("qwen2")
     plain = greedy(model, prompt(2, columns), new=8)
@@ -181,7 +181,7 @@ def test_adapters(columns: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_equals_dynamic_cache(name: str, dtype: torch.dtype) -> None:
     model, given = make(name).to(dtype), padded(30, 9)
     options = dict(max_new_tokens=10, do_sample=False)
     cache = check(model, lambda cache: model.generate(**given, **options, past_key_values=cache))

@@ -127,7 +127,7 @@ def test_processes_compile_at_once(small: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_cp_async_widths(small: Path, arch: str) -> None:
+def test_cp_async_compiles_for_its_widths_only(small: Path, arch: str) -> None:
     small.write_text("""
 #include "cp_async.cuh"
 template <int kBytes> __global__ void copy(char* x) {
@@ -165,7 +165,7 @@ STORES = {
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("backend", ["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"])
 @pytest.mark.parametrize("name", STORES)
-def test_store_gates(name: str, backend: str, arch: str) -> None:
+def test_store_kernels_compile_within_resource_limits(name: str, backend: str, arch: str) -> None:
     """No spills, no stack; registers and shared memory as each kernel needs them and no more."""
     shape = store_cuda.shape_of(STORES[name], 0)
     config = store_cuda.config_of(backend, shape, arch)
@@ -196,7 +196,9 @@ QUANTISED = [
     [("sm_90", *case) for case in QUANTISED] + [("sm_80", *case) for case in QUANTISED[::3]],  # sm_89: that of sm_80
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers: int) -> None:
+def test_quantize_kernels_compile_within_resource_limits(
+    arch: str, format: Format, dtype: torch.dtype, registers: int
+) -> None:
     """Register use leaves enough warps to hide memory latency; a few spills are allowed at 128 registers per tile."""
     usage = gates.usage(quantize_op.SOURCE, quantize_op.entry_of(format, dtype), arch=arch)
     assert usage.spill_bytes <= (256 if format.head_dim == 256 else 0), usage
@@ -210,7 +212,7 @@ def test_quantise_gates(arch: str, format: Format, dtype: torch.dtype, registers
     ("file", "entry"),
     [("store_warp.cu", "store_warp<2048>"), ("store_warp.cu", "store_warp<1152>"), ("empty.cu", "empty")],
 )
-def test_baselines_compile(file: str, entry: str, arch: str) -> None:
+def test_baseline_kernels_compile_without_spills(file: str, entry: str, arch: str) -> None:
     folder = Path(jit.__file__).parent.parent / "tools" / "bench" / "baselines"
     assert gates.usage(folder / file, entry, arch=arch).spill_bytes == 0
 

@@ -266,7 +266,7 @@ def test_rows_byte_by_byte() -> None:
         ("K3V8", 112, 32, (1408, 3584, 128)),  # 14 fragments: 7 + 4 words
     ],
 )
-def test_exact_bytes(name, head_dim, tokens, expected) -> None:
+def test_format_sizes_and_offsets_match_the_expected_bytes(name, head_dim, tokens, expected) -> None:
     format = Format.parse(name, head_dim, tokens)
     k_bytes, v_bytes, scale_bytes = expected
     assert (format.k_bytes, format.v_bytes, format.scale_bytes) == expected
@@ -276,7 +276,7 @@ def test_exact_bytes(name, head_dim, tokens, expected) -> None:
     assert format.name == name
 
 
-def test_bytes_of_every_format() -> None:
+def test_page_bytes_of_every_format_match_the_model() -> None:
     for k_bits in BITS:
         for v_bits in BITS:
             for dim in DIMS:
@@ -291,7 +291,7 @@ def test_bytes_of_every_format() -> None:
                     assert format.bytes_per_token >= full.bytes_per_token
 
 
-def test_formats_are_values() -> None:
+def test_formats_compare_and_hash_by_value() -> None:
     assert Format(4, 2, 128) == Format.parse("K4V2", 128)
     assert len({Format(4, 2, 128), Format.parse("K4V2", 128), Format(4, 2, 128, rotate=False)}) == 2
     plain = Format(16, 16, 64)

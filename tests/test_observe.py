@@ -98,7 +98,7 @@ def test_rotation_over_a_ragged_batch(backend: str, importance: str) -> None:
 
 @every_backend
 @pytest.mark.parametrize("importance", ["mean", "ema"])
-def test_blocks_of_columns(backend: str, importance: str) -> None:
+def test_several_column_blocks_observe_like_the_reference(backend: str, importance: str) -> None:
     """More columns than one pass takes: several queries, each of which sees fewer tokens than the last."""
     pair = Pair(
         [64, 20], group=16, q_len=3, observe=1, tiers=("K8V4", "K3V3"), dim=80, kv_heads=1, importance=importance
@@ -111,7 +111,7 @@ def test_blocks_of_columns(backend: str, importance: str) -> None:
 
 @every_backend
 @pytest.mark.parametrize("importance", ["mean", "ema"])
-def test_hidden_tokens(backend: str, importance: str) -> None:
+def test_hidden_tokens_get_no_mass(backend: str, importance: str) -> None:
     """A window that hides whole pages: they get no mass, and a moving average of it falls."""
     pair = Pair([128], observe=1, page_tokens=64, recent=0, plain=False, tiers=("K4V4",), importance=importance)
     options = dict(sliding_window=30, softcap=5.0, sinks=torch.linspace(-1, 2, pair.heads, device=DEVICE))
@@ -254,7 +254,7 @@ def test_plans_share_the_rotation_of_their_cache() -> None:
             assert plan.observation.weights[:, 0].nonzero().flatten().tolist() == ([step] if step < 4 else [])
 
 
-def test_arguments() -> None:
+def test_invalid_observe_arguments_raise() -> None:
     cache = filled([40, 17], dtype=HALF, tiers=("K4V4",))
     with pytest.raises(ValueError, match="observe: expected"):
         DecodePlan(cache, 6, observe=-1)

@@ -34,7 +34,7 @@ DECODE = {
         ("D 256", "sm_80", True),
     ],
 )
-def test_decode_gates(name: str, arch: str, plain: bool) -> None:
+def test_decode_kernels_compile_within_resource_limits(name: str, arch: str, plain: bool) -> None:
     """No spills; registers for the warps that are to be resident; 48 KB of shared memory but on Hopper."""
     fmt, columns, ordered = DECODE[name]
     cut: Cut = decode_cuda.packed_cut(fmt, columns, arch, plain)
@@ -47,7 +47,7 @@ def test_decode_gates(name: str, arch: str, plain: bool) -> None:
 
 
 @pytest.mark.parametrize(("dim", "warps"), [(128, 4), (128, 8), (128, 1)])
-def test_combine_gates(dim: int, warps: int) -> None:
+def test_combine_kernel_compiles_within_resource_limits(dim: int, warps: int) -> None:
     entry = decode_cuda.combine_entry_of(torch.float16, dim, warps)
     usage = gates.usage(decode_cuda.FOLDER / "packed_combine.cu", entry, arch="sm_90")
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
@@ -63,7 +63,9 @@ def test_combine_gates(dim: int, warps: int) -> None:
         ("K4V4", 128, torch.float32, True, "sm_90"),
     ],
 )
-def test_store_gates(name: str, dim: int, dtype: torch.dtype, balanced: bool, arch: str) -> None:
+def test_store_kernels_compile_within_resource_limits(
+    name: str, dim: int, dtype: torch.dtype, balanced: bool, arch: str
+) -> None:
     entry = store_cuda.entry_of(Format.parse(name, dim), dtype, balanced, torch.int32)
     usage = gates.usage(store_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == 0, usage
@@ -74,13 +76,13 @@ def test_store_gates(name: str, dim: int, dtype: torch.dtype, balanced: bool, ar
     ("name", "dim", "balanced", "arch"),
     [("K4V4", 128, True, "sm_90"), ("K8V8", 128, False, "sm_80"), ("K3V3", 64, True, "sm_90")],
 )
-def test_tail_gates(name: str, dim: int, balanced: bool, arch: str) -> None:
+def test_tail_kernel_compiles_without_spills(name: str, dim: int, balanced: bool, arch: str) -> None:
     entry = store_cuda.entry_of(Format.parse(name, dim), torch.bfloat16, balanced, torch.int32, "quantize_tail")
     usage = gates.usage(tail_cuda.SOURCE, entry, arch=arch)
     assert usage.spill_bytes == usage.stack_bytes == 0, usage
 
 
-def test_copy_gates() -> None:
+def test_copy_kernel_uses_at_most_64_registers() -> None:
     assert gates.usage(copy.SOURCE, f"copy_pages<int, {copy.PER}>", arch="sm_90").registers <= 64
 
 

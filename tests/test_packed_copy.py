@@ -17,7 +17,7 @@ def pools(blocks: int, strided: bool) -> torch.Tensor:
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_blocks_between_pools(backend: str, dtype: torch.dtype) -> None:
+def test_named_blocks_are_copied_between_pools(backend: str, dtype: torch.dtype) -> None:
     src, dst = pools(6, True), pools(4, False)
     source = torch.tensor([5, 0, -1, 2, 3, 6], device=DEVICE, dtype=dtype)
     target = torch.tensor([1, 3, 0, -7, 4, 2], device=DEVICE, dtype=dtype)
@@ -29,7 +29,7 @@ def test_blocks_between_pools(backend: str, dtype: torch.dtype) -> None:
 
 
 @each_backend
-def test_blocks_within_a_pool(backend: str) -> None:
+def test_named_blocks_are_copied_within_a_pool(backend: str) -> None:
     pool = pools(6, False)
     want = pool.clone()
     want[4], want[5] = pool[0], pool[1]
@@ -39,7 +39,7 @@ def test_blocks_within_a_pool(backend: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton", "reference"])
-def test_host_and_back(backend: str) -> None:
+def test_copy_to_host_and_back_restores_blocks(backend: str) -> None:
     pool = pools(6, True)
     host = torch.zeros(3, *pool.shape[1:], dtype=torch.uint8).pin_memory()
     there, here = torch.tensor([4, 1], device=DEVICE), torch.tensor([0, 2], device=DEVICE)
@@ -50,7 +50,7 @@ def test_host_and_back(backend: str) -> None:
     assert torch.equal(pool, want)
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_copy_arguments_are_named() -> None:
     pool, numbers = pools(4, False), torch.arange(2, device=DEVICE)
     wrong = {
         "dst: expected blocks of": (pool, pool[:, :2], numbers, numbers),
@@ -66,12 +66,12 @@ def test_arguments_are_named() -> None:
             copy_pages(*arguments)
 
 
-def test_operator() -> None:
+def test_copy_pages_passes_opcheck() -> None:
     pool, numbers = pools(4, False), torch.arange(2, device=DEVICE)
     torch.library.opcheck(torch.ops.kvstrata.copy_pages.default, (pool, pools(4, False), numbers, numbers, "reference"))
 
 
-def test_capacity() -> None:
+def test_block_bytes_and_token_capacity_of_a_format() -> None:
     fmt = Format.parse("K4V4", 128)
     assert fmt.page_bytes == 64 * fmt.bytes_per_token == 64 * (128 + 4)
     assert fmt.block_bytes(128, kv_heads=8) == 2 * 8 * fmt.page_bytes

@@ -56,12 +56,12 @@ def case(name: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_model(name: str, backend: str) -> None:
+def test_decode_equals_the_model(name: str, backend: str) -> None:
     case(name, backend)
 
 
 @each_backend
-def test_any_batch(backend: str) -> None:
+def test_random_batches_equal_the_model(backend: str) -> None:
     """Random formats, lengths, blocks and queries; entries of the table past the end and free blocks are poison."""
 
     few = backend == "cuda" and not HAS_GPU  # kernels to compile
@@ -118,7 +118,7 @@ def test_lengths_grow_between_calls(backend: str) -> None:
     assert full == [90, 40]
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_decode_arguments_are_named() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     batch = Batch(fmt, [30, 20])
     q, table, lens = batch.queries([1, 1], 3), batch.block_table, batch.seq_lens
@@ -193,7 +193,7 @@ def test_output_of_the_caller(backend: str) -> None:
             decode_packed(*arguments, out=wrong, backend=backend)
 
 
-def test_operator() -> None:
+def test_decode_packed_passes_opcheck() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     batch = Batch(fmt, [30, 20])
     q = batch.queries([2, 2], 3)

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_model(name: str) -> None:
+def test_evenly_split_decode_equals_the_model(name: str) -> None:
     (fmt, dim, tokens), lengths, batch, call = CASES[name]
     if batch.get("calibration"):
         batch = batch | dict(calibration=calibration_of(2, dim))

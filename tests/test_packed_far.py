@@ -13,7 +13,9 @@ from test_far_offsets import apart, room_of
 
 @each_backend
 @pytest.mark.parametrize("axis", [0, 1])
-def test_pools_far_apart(backend: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_beyond_32_bits_give_the_same_bytes_and_outputs(
+    backend: str, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ops give the bytes and outputs of a small pool; offsets that wrap would reach other bytes of the room."""
     if not HAS_GPU:
         without_cuda(monkeypatch)

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[tuple, list[int], list[int], dict, dict]] = {
 
 @each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_model(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_equals_the_model(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (fmt, dim, tokens), lengths, new, options, call = CASES[name]
     if options.get("calibration"):
         options = options | dict(calibration=calibration_of(2, dim))
@@ -127,7 +127,7 @@ def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
         assert not rows[:, unseen:].isnan().any()
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_prefill_arguments_are_named() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q, rest = chunk.queries([5], 2), (chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
     with pytest.raises(ValueError, match=r"k_new: expected 5 tokens as q, got shape \(4, 2, 64\)"):
@@ -140,7 +140,7 @@ def test_arguments_are_named() -> None:
         prefill_packed(q, chunk.k, chunk.v, *rest, backend="cuda")
 
 
-def test_operator() -> None:
+def test_prefill_packed_passes_opcheck() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)
     tensors = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, *[None] * 11)
@@ -151,7 +151,7 @@ def test_operator() -> None:
 
 
 @pytest.mark.gpu
-def test_replay() -> None:
+def test_graph_replay_reads_new_lengths_and_rows() -> None:
     assert HAS_GPU
     chunk = Chunk(Format.parse("K4V4", 128, 64), [300, 200], [64, 20], capacity=8)
     q = chunk.queries([64, 20], 4)

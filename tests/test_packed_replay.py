@@ -14,7 +14,7 @@ STEPS, REQUESTS, KV_HEADS, GROUP = 1000, 6, 2, 4
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize(("window", "plain"), [(None, False), (100, False), (None, True), (100, True)])
-def test_a_thousand_steps(backend: str, window: int | None, plain: bool) -> None:
+def test_thousand_replayed_steps_equal_eager_ones(backend: str, window: int | None, plain: bool) -> None:
     """Lengths, slots and rows of a step are made inside the graph; every output must be that of an eager call.
 
     With ``plain`` requests have a tail and sink rows, and what they hold later is not what a step read: outputs are

@@ -79,7 +79,9 @@ def test_reference_gives_the_bytes_of_whole_pages() -> None:
     ],
 )
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_any_slots(backend: str, name: str, dim: int, page_tokens: int, dtype: torch.dtype, calibrated: bool) -> None:
+def test_mixed_slots_give_the_bytes_of_the_reference(
+    backend: str, name: str, dim: int, page_tokens: int, dtype: torch.dtype, calibrated: bool
+) -> None:
     """A prompt, single tokens, padding and slots past the end in one call, into strided blocks."""
     fmt = Format.parse(name, dim, page_tokens)
     pages = memory(fmt, 4, 2, 2, strided=True)
@@ -167,7 +169,7 @@ def test_equal_rows_give_equal_bytes(backend: str) -> None:
     ("name", "page_tokens", "dtype", "calibrated"),
     [("K4V4", 16, torch.bfloat16, False), ("K8V3", 32, torch.float16, True)],
 )
-def test_long_prompts(
+def test_prompt_kernel_gives_the_bytes_of_the_token_kernel(
     backend: str, name: str, page_tokens: int, dtype: torch.dtype, calibrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of long prompts gives the bytes of the one of steps, whatever the runs in its windows."""
@@ -223,7 +225,7 @@ def test_division_by_block_size(number: int, x: int) -> None:
         assert one * inverse >> 32 >> shift == one // number
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_store_arguments_are_named() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
     slots = torch.arange(3, device=DEVICE)
@@ -252,7 +254,7 @@ def test_arguments_are_named() -> None:
     assert (pages == POISON).all()
 
 
-def test_operator() -> None:
+def test_store_packed_passes_opcheck() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
     slots = torch.arange(3, device=DEVICE)

@@ -42,7 +42,7 @@ def test_an_example_request() -> None:
         ("K3V2", 80, 32, torch.float32, dict(tail=2)),
     ],
 )
-def test_store_by_chunks(
+def test_chunked_stores_equal_the_model(
     backend: str, name: str, dim: int, page_tokens: int, dtype: torch.dtype, options: dict
 ) -> None:
     """Chunks within a page, up to its end, over one and over many; drafts; padding; single tokens."""
@@ -112,7 +112,7 @@ ON_CPU = {  # kernels of a few formats: compiling and interpreting them takes it
 
 @each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_decode(name: str, backend: str) -> None:
+def test_decode_with_a_tail_equals_the_model(name: str, backend: str) -> None:
     if not HAS_GPU and name not in ON_CPU.get(backend, CASES):
         pytest.skip("a few are enough on the CPU")
     (fmt, dim, tokens), options, call = CASES[name]
@@ -128,7 +128,7 @@ def test_decode(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("options", [dict(sinks=4), dict(sinks=20, tail=2, calibration=True), dict(tail=0, sinks=5)])
-def test_prefill(backend: str, options: dict) -> None:
+def test_prefill_with_a_tail_equals_the_model(backend: str, options: dict) -> None:
     fmt = Format.parse("K8V8", 64, 16)
     options = dict(options, dtype=torch.float16, slots=[1, 2, -1, 0])
     if options.get("calibration"):
@@ -216,7 +216,7 @@ def test_lengths_below_zero_are_none(backend: str) -> None:
 
 
 @each_backend
-def test_shared_prefix(backend: str) -> None:
+def test_shared_prefix_shares_every_byte(backend: str) -> None:
     """A request that begins with another's blocks has an empty tail and no sink rows, and shares every byte."""
     fmt = Format.parse("K4V4", 64, 16)
     engine = Engine(fmt, 2, kv_heads=1, sinks=4, backend=backend)
@@ -282,7 +282,7 @@ def test_any_sequence_of_stores_and_reads(backend: str) -> None:
     run()
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_tail_arguments_are_named() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     engine = Engine(fmt, 2, sinks=4)
     assert engine.tail is not None
@@ -324,7 +324,7 @@ def test_arguments_are_named() -> None:
     assert tail.k.isnan().all()
 
 
-def test_operator() -> None:
+def test_store_packed_tail_passes_opcheck() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     engine = Engine(fmt, 2, kv_heads=1, sinks=4)
     assert engine.tail is not None

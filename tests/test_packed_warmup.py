@@ -58,7 +58,7 @@ def test_what_runs_was_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     decode_cuda._kernel.cache_clear()
 
 
-def test_arguments_are_named() -> None:
+def test_invalid_warmup_arguments_are_named() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     on_cpu = dict(device="cpu")
     for message, (given, options) in {

@@ -54,7 +54,7 @@ SEVEN = {
 
 @each_backend
 @pytest.mark.parametrize("name", SEVEN)
-def test_the_seven_cases(backend: str, name: str) -> None:
+def test_seven_reference_cases_stay_within_one_percent(backend: str, name: str) -> None:
     lengths, options = SEVEN[name]
     few(backend, name in ("one head", "causal", "large scores"))
     case = case_of(lengths, **options)
@@ -77,7 +77,7 @@ def test_head_dims_and_dtypes(backend: str, dim: int, dtype: torch.dtype, causal
     "lengths", [(1, 1), (1, 40), (40, 1), (17, 16), (16, 17), (15, 33), (33, 15), (31, 65)], ids=str
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_odd_lengths(backend: str, lengths: tuple[int, int], causal: bool) -> None:
+def test_odd_lengths_equal_the_model(backend: str, lengths: tuple[int, int], causal: bool) -> None:
     """More queries than keys: the first ones see nothing when causal."""
     few(backend, causal or lengths in ((1, 1), (1, 40), (16, 17)))
     check(case_of([lengths], causal=causal), backend)
@@ -87,7 +87,7 @@ def test_odd_lengths(backend: str, lengths: tuple[int, int], causal: bool) -> No
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 127, 129, 200, 257])
-def test_around_every_tile(backend: str, queries: int, dim: int) -> None:
+def test_lengths_around_tile_sizes_equal_the_model(backend: str, queries: int, dim: int) -> None:
     for keys in (1, 31, 63, 64, 65, 127, 128, 129, 191, 255, 257, 400):
         for causal in (True, False):
             check(case_of([(queries, keys)], dim=dim, causal=causal), backend)
@@ -98,7 +98,7 @@ def test_around_every_tile(backend: str, queries: int, dim: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4100])
-def test_lengths_of_the_table(backend: str, length: int, causal: bool, dim: int) -> None:
+def test_lengths_of_the_config_table_equal_the_model(backend: str, length: int, causal: bool, dim: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         check(case_of([(length, length)], heads=4, kv_heads=2, dim=dim, dtype=dtype, causal=causal), backend)
 
@@ -113,7 +113,7 @@ def test_query_heads_per_kv_head(backend: str, group: int) -> None:
 
 @each_backend
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 1000])
-def test_window(backend: str, window: int) -> None:
+def test_sliding_window_equals_the_model(backend: str, window: int) -> None:
     few(backend, window in (1, 17, 40))
     check(case_of([(50, 70)], sliding_window=window), backend)
     check(case_of([(40, 40)], sliding_window=window, heads=1), backend)
@@ -133,12 +133,12 @@ def test_window_over_many_blocks(backend: str, window: int) -> None:
     [dict(softcap=2.0), dict(scale=0.4), dict(softcap=20.0, sliding_window=9), dict(softcap=5.0, causal=False)],
     ids=str,
 )
-def test_score_options(backend: str, options: dict) -> None:
+def test_score_options_equal_the_model(backend: str, options: dict) -> None:
     check(case_of([(35, 41)], **options), backend)
 
 
 @each_backend
-def test_sinks_take_weight(backend: str) -> None:
+def test_sink_logits_take_weight_from_keys(backend: str) -> None:
     sinks = torch.tensor([-torch.inf, 0.0, 4.0, 30.0], device=DEVICE)
     check(case_of([(25, 18)], heads=4, kv_heads=2, sinks=sinks), backend)
     check(case_of([(18, 25)], heads=4, kv_heads=2, sinks=sinks, sliding_window=4, softcap=8.0), backend)
@@ -181,7 +181,7 @@ def test_equal_huge_scores_average(backend: str, causal: bool) -> None:
 
 @each_backend
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_large_scores(backend: str, sign: float) -> None:
+def test_large_scores_keep_full_precision(backend: str, sign: float) -> None:
     """One key takes all the weight; scores of thousands, also all of them negative."""
     case = case_of([(30, 30)], loud=3.0)
     q, k, v = case.sequences[0]
@@ -260,7 +260,7 @@ def test_memory_around_is_never_read(backend: str, value: float) -> None:
 
 
 @each_backend
-def test_strided_inputs(backend: str) -> None:
+def test_strided_inputs_equal_contiguous_ones(backend: str) -> None:
     """Strided inputs: a fused projection, both memory orders, an expanded head; out is contiguous."""
     q, k, v = torch.randn(2, 30, 8, 64).to(HALF).to(DEVICE).split([4, 2, 2], 2)
     want = prefill_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend=backend)
@@ -282,7 +282,7 @@ def test_strided_inputs(backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("options", [{}, dict(causal=False), dict(sliding_window=6, softcap=4.0)], ids=str)
-def test_ragged(backend: str, options: dict) -> None:
+def test_ragged_batch_equals_the_model(backend: str, options: dict) -> None:
     """Empty sequences, single tokens, sequences without keys, chunks after a prefix; NaN around them."""
     lengths = [(0, 0), (5, 5), (1, 30), (0, 7), (33, 40), (3, 0), (20, 9)]
     check(case_of(lengths, **options), backend, ragged=True)
@@ -296,7 +296,7 @@ def test_ragged_with_given_lengths(backend: str) -> None:
 
 
 @each_backend
-def test_ragged_is_dense(backend: str) -> None:
+def test_ragged_equals_dense(backend: str) -> None:
     """Both ways give the same numbers."""
     case = case_of([(24, 24)] * 3, heads=4, kv_heads=2)
     for (a, b), (c, d) in zip(case.dense(backend), case.ragged(backend), strict=True):
@@ -307,7 +307,7 @@ def test_ragged_is_dense(backend: str) -> None:
 @each_backend
 @settings(max_examples=60 if HAS_GPU else 8)
 @given(data=st.data())
-def test_any_case(backend: str, data: st.DataObject) -> None:
+def test_random_cases_equal_the_model(backend: str, data: st.DataObject) -> None:
     most = 40 if INTERPRETED else 300
     sizes = st.integers(0, most) | st.sampled_from([1, 15, 16, 17, 32, 33])
     count = data.draw(st.integers(1, 3))
@@ -352,7 +352,7 @@ if HAS_GPU:
 
 @pytest.mark.parametrize("config", VARIANTS, ids=lambda config: "-".join(map(str, config)))
 @pytest.mark.parametrize("causal", [True, False])
-def test_triton_variants(config: Config, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_triton_config_equals_the_model(config: Config, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way that a table may name, on tiles that overhang."""
     monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
     size = 1 if INTERPRETED else 7
@@ -371,7 +371,7 @@ def test_triton_variants(config: Config, causal: bool, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "config", [Config(128, 128, 4, 2, specialize=True), Config(64, 64, 4, 3)], ids=["roles", "one"]
 )
-def test_under_sanitizers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_kernels_run_under_sanitizers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     if config.specialize and os.environ.get("SANITIZER_TOOL") == "initcheck":
         pytest.skip("initcheck does not see what TMA writes")
     monkeypatch.setattr(prefill_triton, "config_of", lambda *_: config)
@@ -379,14 +379,14 @@ def test_under_sanitizers(config: Config, monkeypatch: pytest.MonkeyPatch) -> No
     torch.cuda.synchronize()
 
 
-def test_auto_runs() -> None:
+def test_auto_backend_equals_the_model() -> None:
     check(case_of([(20, 30)]), "auto")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_captured(backend: str, ragged: bool) -> None:
+def test_replay_reads_new_inputs(backend: str, ragged: bool) -> None:
     """A replay reads what is in the inputs then."""
     q, k, v = torch.randn(3, 2, 100, 4, 64, device=DEVICE).to(HALF)
     more: dict = {}

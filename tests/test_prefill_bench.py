@@ -12,7 +12,7 @@ from kvstrata.attention.prefill import configs as prefill_configs
 from kvstrata.attention.prefill.configs import TABLE, default_of, nearest
 from kvstrata.attention.prefill.job import PrefillJob
 from kvstrata.tools.bench import results, runner
-from kvstrata.tools.bench.attention import in_two_parts
+from kvstrata.tools.bench.attention import suffix_attention
 from kvstrata.tools.bench.cases import prefill as cases
 from kvstrata.tools.bench.stats import summary
 from kvstrata.tools.publish import figures, render_document
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 MANY = ["kvstrata", "flash", "cuda", "cudnn"]
 
 
-def test_the_nearest_entry() -> None:
+def test_nearest_config_is_found_by_shape() -> None:
     for key, config in TABLE.items():
         assert nearest(*key) == config
     assert nearest(64, 700, True, False) == TABLE[64, 512, True, False]
@@ -63,7 +63,7 @@ def test_ideas_differ_in_one_thing() -> None:
     assert changed == {"copies not overlapped": {"stages"}, "two KV warps": {"warps", "kv_warps", "resident"}}
 
 
-def test_a_chunk_in_two_parts() -> None:
+def test_suffix_attention_equals_dense_attention() -> None:
     """Earlier keys and those of the chunk, each attended to by itself, then one: as aligned to the last key."""
     q, (k, v) = torch.randn(1, 4, 20, 64), torch.randn(2, 1, 4, 90, 64)
     q[0, 1] *= 20  # one part may have all the weight
@@ -72,7 +72,7 @@ def test_a_chunk_in_two_parts() -> None:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
 
     want = prefill_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-    torch.testing.assert_close(in_two_parts(attend, q, k, v).transpose(1, 2), want)
+    torch.testing.assert_close(suffix_attention(attend, q, k, v).transpose(1, 2), want)
 
 
 def test_a_stale_output_is_noticed() -> None:
@@ -97,7 +97,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> results.Report:
             kind = "ours" if i == 0 else "baseline" if name in ("flash", "v2", "unpack then flash") else "peer"
             kind = "probe" if name in runner.PROBES else kind
             result.rows.append(results.Row(name, kind, us=summary(us), samples=us))
-        runner._judge(result, case, 4.0)
+        runner._rate(result, case, 4.0)
         measured.append(result)
     machine = {"slug": "nvidia-h200", "name": "NVIDIA H200", "versions": {"torch": "2"}, "date": "2026-01-01"}
     return results.Report(
@@ -123,7 +123,7 @@ DOCUMENT = """
 """
 
 
-def test_tables(report: results.Report) -> None:
+def test_document_tables_have_rates_ratios_and_targets(report: results.Report) -> None:
     text = render_document(DOCUMENT, [report])
     flops = 4 * 2 * 8 * 512 * 512 * 64
     assert f"| full-B2-H8-S512-D64 | {flops / 10.01e6:.1f} | {flops / 13.32e6:.1f} |" in text

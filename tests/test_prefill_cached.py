@@ -71,21 +71,21 @@ def check(
 
 @each_backend
 @pytest.mark.parametrize("tiers", [("K4V4",), ("K8V8", "K4V4", "K3V3", "K2V2")], ids=str)
-def test_tiers(backend: str, tiers: tuple[str, ...]) -> None:
+def test_tiers_equal_the_model(backend: str, tiers: tuple[str, ...]) -> None:
     lengths = [60, 9, 33]
     check(filled(lengths, tiers=tiers, dtype=HALF), lengths, [20, 9, 1], backend)
 
 
 @each_backend
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_dims(backend: str, dim: int) -> None:
+def test_every_head_dim_equals_the_model(backend: str, dim: int) -> None:
     few(backend, dim == 96)
     check(filled([50], tiers=("K4V3",), dim=dim, dtype=HALF), [50], [13], backend)
 
 
 @each_backend
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
-def test_pages(backend: str, page_tokens: int) -> None:
+def test_every_page_size_equals_the_model(backend: str, page_tokens: int) -> None:
     few(backend, page_tokens != 32)
     lengths = [70, 3]
     check(filled(lengths, tiers=("K4V4", "K2V2"), page_tokens=page_tokens, dtype=HALF), lengths, [17, 2], backend)
@@ -95,14 +95,14 @@ def test_pages(backend: str, page_tokens: int) -> None:
 @pytest.mark.parametrize(
     "options", [dict(sliding_window=1), dict(sliding_window=12), dict(softcap=4.0), dict(scale=0.3)], ids=str
 )
-def test_options(backend: str, options: dict) -> None:
+def test_score_options_equal_the_model(backend: str, options: dict) -> None:
     few(backend, "sliding_window" in options)
     lengths = [55, 20]
     check(filled(lengths, dtype=HALF, tiers=("K4V4",)), lengths, [24, 5], backend, **options)
 
 
 @each_backend
-def test_sinks_and_float32(backend: str) -> None:
+def test_float32_cache_with_sinks_equals_the_model(backend: str) -> None:
     lengths = [40, 0, 6]
     sinks = torch.tensor([-torch.inf, 0.0, 2.0, 9.0], device=DEVICE)
     check(filled(lengths, tiers=("K8V4",)), lengths, [7, 0, 6], backend, sinks=sinks)
@@ -116,7 +116,7 @@ def test_query_heads_per_kv_head(backend: str, group: int) -> None:
 
 
 @each_backend
-def test_several_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_in_several_chunks_equals_the_model(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums go from chunk to chunk; a chunk may hold nothing of a request."""
     monkeypatch.setattr(cached_triton, "STAGED", 1)
     lengths = [75, 16] if INTERPRETED else [500, 70]
@@ -206,14 +206,14 @@ def test_new_tokens_among_the_quantised(backend: str) -> None:
 
 
 @each_backend
-def test_evicted_tokens(backend: str) -> None:
+def test_evicted_tokens_are_not_attended_to(backend: str) -> None:
     check(filled([60], drop=0.5, dtype=HALF, tiers=("K4V4",)), [60], [9], backend)
 
 
 @each_backend
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_plain_pages(backend: str, layout: str, fp8: bool) -> None:
+def test_paged_cache_equals_the_model(backend: str, layout: str, fp8: bool) -> None:
     few(backend, (layout == "HND") == fp8)
     k, v = torch.randn(2, 8, 16, 2, 64).to(HALF).to(DEVICE)
     if layout == "HND":
@@ -304,13 +304,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input(message: str) -> None:
+def test_invalid_arguments_are_named(message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         prefill_attention_cached(**(dict(q=Q, cache=CACHE) | BAD[message]))
 
 
 @pytest.mark.gpu
-def test_captured_over_blocks() -> None:
+def test_replay_reads_new_queries_lengths_and_blocks() -> None:
     """A replay reads the queries, lengths and blocks of that time."""
     k, v = torch.randn(2, 8, 16, 2, 64, device=DEVICE).to(HALF)
     table = torch.randperm(8, device=DEVICE).int().view(2, 4)

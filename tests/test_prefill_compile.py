@@ -51,7 +51,7 @@ def built(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_fit(name: str) -> None:
+def test_prefill_kernels_compile_within_resource_limits(name: str) -> None:
     """No spills; shared memory that there is; on Hopper warpgroup products, and the copy engine where asked for."""
     *_, arch, config = CASES[name]
     code = built(name)
@@ -63,7 +63,7 @@ def test_kernels_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHUNKS)
-def test_kernels_of_chunks_fit(name: str) -> None:
+def test_chunk_kernels_compile_within_resource_limits(name: str) -> None:
     kernel, arch, dim, *_ = CHUNKS[name]
     code = built(name)
     used = ahead.resources(code)

@@ -80,7 +80,7 @@ def test_kernels_stay_within_register_limits(name: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_baseline_gates(arch: str) -> None:
+def test_baseline_kernel_compiles_within_resource_limits(arch: str) -> None:
     usage = gates.usage(prefill_v2.SOURCE, prefill_v2.entry(FP16), arch=arch)
     assert usage.spill_bytes == 0, usage
     assert usage.shared_bytes == 24 * 1024  # as in the note
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[list[tuple[int, int]], dict]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dense(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_dense_cases_equal_the_model(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lengths, options = CASES[name]
     only(monkeypatch, PORTABLE[64])
     check(on_device(case_of(lengths, dtype=BF16, **options)), "cuda")
@@ -197,7 +197,7 @@ def on_device(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_ragged(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+def test_ragged_cases_equal_the_model(cuda: None, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """NaN before and after every sequence but the first and last neighbours; one is empty, one has no keys."""
     only(monkeypatch, PORTABLE[64])
     lengths = [(33, 33), (0, 7), (1, 100), (4, 0), (66, 65)]
@@ -214,14 +214,14 @@ TILES = {
 
 
 @pytest.mark.parametrize("name", TILES)
-def test_tiles(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_every_tile_equals_the_model(cuda: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tile, options = TILES[name]
     only(monkeypatch, tile)
     for lengths in ([(65, 113)], [(17, 16)]):
         check(case_of(lengths, dtype=FP16, **options), "cuda")
 
 
-def test_strided_and_poisoned(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_inputs_read_nothing_outside(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens before heads, NaN in the gaps and past the end: nothing of it is read, nothing is written around out."""
     only(monkeypatch, PORTABLE[64])
     case = case_of([(37, 50)], heads=4, kv_heads=2, dtype=BF16)
@@ -246,7 +246,7 @@ def test_a_launch_is_planned_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -
     assert len(prefill_cuda._launches.known) == 2
 
 
-def test_checking_build(cuda: None) -> None:
+def test_checking_build_verifies_every_product(cuda: None) -> None:
     """It compares every score and every product with plain sums; one stage."""
     case = case_of([(33, 50)], dtype=BF16)
     counters = torch.zeros(4, dtype=torch.int32, device=case.sequences[0][0].device)
@@ -300,7 +300,7 @@ def test_division_by_a_product(by: int) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 70), (33, 150), (150, 33), (1, 1)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_baseline(cuda: None, queries: int, keys: int, causal: bool) -> None:
+def test_baseline_kernel_equals_the_model(cuda: None, queries: int, keys: int, causal: bool) -> None:
     case = case_of([(queries, keys)], kv_heads=2, dtype=FP16, causal=causal)
     q, k, v = (x.unsqueeze(0) for x in case.sequences[0])
     out = torch.full_like(q, torch.nan)
@@ -325,7 +325,7 @@ SMALL = {
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", SMALL)
-def test_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, ragged: bool) -> None:
+def test_cuda_kernels_run_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, ragged: bool) -> None:
     tile, options = SMALL[name]
     only(monkeypatch, tile)
     lengths = [(65, 97), (3, 40), (0, 5)] if ragged else [(65, 97), (65, 97)]
@@ -337,5 +337,5 @@ def test_under_sanitizers(monkeypatch: pytest.MonkeyPatch, name: str, ragged: bo
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("causal", [False, True])
 def test_baseline_under_sanitizers(causal: bool) -> None:
-    test_baseline(None, 45, 70, causal)
+    test_baseline_kernel_equals_the_model(None, 45, 70, causal)
     torch.cuda.synchronize()

@@ -54,7 +54,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input(message: str) -> None:
+def test_invalid_arguments_are_named(message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         prefill_attention(**(dict(q=X, k=X, v=X) | BAD[message]))
 
@@ -72,7 +72,7 @@ BAD_RAGGED = {
 
 
 @pytest.mark.parametrize("message", BAD_RAGGED)
-def test_bad_ragged_input(message: str) -> None:
+def test_invalid_ragged_arguments_are_named(message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         prefill_attention(**(RAGGED | BAD_RAGGED[message]))
 

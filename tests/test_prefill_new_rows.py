@@ -98,7 +98,7 @@ def check(
 
 @each_backend
 @pytest.mark.parametrize("new", [[20, 9, 1], [17, 17, 17], [0, 40, 3]], ids=str)
-def test_tiers(backend: str, new: list[int]) -> None:
+def test_new_rows_beside_tiers_equal_the_model(backend: str, new: list[int]) -> None:
     lengths = [60, 0, 16]  # nothing is stored, and a whole page
     check(filled(lengths, tiers=("K8V8", "K4V4", "K2V2"), dtype=HALF), lengths, new, backend)
 
@@ -108,7 +108,7 @@ OPTIONS = [dict(sliding_window=1), dict(sliding_window=12), dict(softcap=4.0), d
 
 @each_backend
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(backend: str, options: dict) -> None:
+def test_new_rows_with_score_options_equal_the_model(backend: str, options: dict) -> None:
     lengths = [55, 20]
     check(filled(lengths, dtype=HALF, tiers=("K4V4",)), lengths, [24, 5], backend, **options)
 
@@ -127,12 +127,12 @@ def test_sinks_once_in_several_chunks(backend: str, group: int, monkeypatch: pyt
 
 
 @each_backend
-def test_evicted_tokens(backend: str) -> None:
+def test_new_rows_beside_evicted_tokens_equal_the_model(backend: str) -> None:
     check(filled([60], drop=0.5, dtype=HALF, tiers=("K4V4",)), [60], [9], backend)
 
 
 @each_backend
-def test_plain_pages(backend: str) -> None:
+def test_new_rows_beside_a_paged_cache_equal_the_model(backend: str) -> None:
     k, v = torch.randn(2, 8, 16, 2, 64).to(HALF).to(DEVICE)
     table = torch.tensor([[3, 1, 6, -1], [5, -1, -1, -1]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([40, 16], dtype=torch.int32, device=DEVICE)
@@ -155,7 +155,7 @@ def test_many_rows_over_many_blocks(backend: str, dim: int, monkeypatch: pytest.
             check(cache, lengths, new, backend, group=3, sinks=sinks)
 
 
-def test_strided_rows() -> None:
+def test_strided_new_rows_equal_contiguous_ones() -> None:
     cache = filled([40], dtype=torch.float32)
     q, k, v = (torch.randn(1, heads, 12, 64, device=DEVICE).transpose(1, 2) for heads in (4, 2, 2))
     got = [prefill_attention_cached(q, cache, k_new=k, v_new=v, backend=name) for name in ("triton", "reference")]
@@ -177,7 +177,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input(message: str) -> None:
+def test_invalid_new_rows_are_named(message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         prefill_attention_cached(**(dict(q=Q, cache=CACHE, k_new=K, v_new=K) | BAD[message]))
 

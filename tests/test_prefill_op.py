@@ -47,7 +47,7 @@ def call_of(name: str) -> tuple[tuple[torch.Tensor, ...], dict]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name: str) -> None:
+def test_prefill_attention_passes_opcheck(name: str) -> None:
     tensors, options = call_of(name)
     torch.library.opcheck(torch.ops.kvstrata.prefill_attention.default, tensors, options)
 

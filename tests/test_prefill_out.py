@@ -67,7 +67,7 @@ def test_memory_that_does_not_fit_is_named() -> None:
             prefill_attention(q, q, q, out=out)
 
 
-def test_operator_into_memory() -> None:
+def test_operator_writes_into_given_memory() -> None:
     q, k, v = (torch.randn(1, 5, 2, 64) for _ in range(3))
     out = torch.empty_like(q)
     torch.library.opcheck(torch.ops.kvstrata.prefill_attention_into.default, (q, k, v, out), dict(return_lse=True))

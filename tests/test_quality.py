@@ -73,7 +73,7 @@ def topics(smol: tuple[Any, Any]) -> Text:
     return Text(smol, "topics")
 
 
-def test_the_exact_perplexity(topics: Text) -> None:
+def test_exact_perplexity_is_reproduced(topics: Text) -> None:
     assert topics.perplexity == pytest.approx(12.74, abs=0.02)
 
 

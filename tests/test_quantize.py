@@ -115,7 +115,7 @@ def test_codes_given_the_step_bit_for_bit(bits, step, values, ties) -> None:
     np.testing.assert_array_equal(got.numpy(), want)
 
 
-def test_levels_and_borders() -> None:
+def test_codes_at_level_borders_round_down() -> None:
     x = torch.tensor([-9.0, -2.0, -1.5, -1.0, -1e-30, -0.0, 0.0, 0.5, 1.0, 1.99, 2.0, 9.0])
     assert reference.encode(x, torch.tensor(1.0), 2).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     assert reference.levels(torch.arange(4), 2).tolist() == [-1.5, -0.5, 0.5, 1.5]

@@ -271,7 +271,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (4, 8, 80, torch.float16, 16),
     ],
 )
-def test_the_cuda_kernel(emulated: None, monkeypatch, k_bits, v_bits, dim, dtype, page_tokens) -> None:
+def test_cuda_kernel_equals_the_reference(emulated: None, monkeypatch, k_bits, v_bits, dim, dtype, page_tokens) -> None:
     """Warps that make one tile after the other, from strided rows, empty slots and rows to be cleaned among them."""
     format = Format(k_bits, v_bits, dim, page_tokens)
     for pages, warps in ((1, 1), (7, 1), (7, 3)):

@@ -73,7 +73,7 @@ def test_bench_against_a_revision_or_a_file(checkout):
     assert done.exit_code == 1, done.output
     assert "Slower than before:\nc: ours" in done.stdout
     assert invoke("bench", "toy", "--from", now, "--against", "HEAD").exit_code == 0
-    Path("old.json").write_text(git.at(Path(now), "HEAD~1"))
+    Path("old.json").write_text(git.read_at(Path(now), "HEAD~1"))
     assert invoke("bench", "toy", "--from", now, "--against", "old.json").exit_code == 1
     done = invoke("bench", "toy", "--from", "old.json", "--against", now)
     assert done.exit_code == 0
@@ -87,7 +87,7 @@ def test_bench_against_a_revision_or_a_file(checkout):
 def test_versions_of_a_file(checkout):
     path = checkout / "results" / "nvidia-h200" / "toy.json"
     first, second = git.versions(path)
-    assert first.text == git.at(path, "HEAD~1")
+    assert first.text == git.read_at(path, "HEAD~1")
     assert second.text == path.read_text()
     assert git.versions(checkout / "nothing.json") == []
 

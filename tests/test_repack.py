@@ -238,7 +238,7 @@ def test_moves_are_those_of_the_reference(name: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("leave", [0.0, 1.0])
-def test_all_leave_and_none_leave(backend: str, leave: float) -> None:
+def test_demoting_all_or_no_tokens_equals_the_reference(backend: str, leave: float) -> None:
     ours, reference = (Setup(("K4V4", "K2V2"), dim=64, tokens=90) for _ in range(2))
     ours.demote(backend, leave)
     reference.demote("reference", leave)
@@ -381,7 +381,9 @@ GATES = [
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize(("dtype", "dim", "page_tokens"), GATES)
-def test_gates(dtype: torch.dtype, dim: int, page_tokens: int, arch: str) -> None:
+def test_repack_kernel_compiles_within_resource_limits(
+    dtype: torch.dtype, dim: int, page_tokens: int, arch: str
+) -> None:
     """No spills; few enough registers for 32 warps a multiprocessor."""
     pytest.importorskip("cuda.core")
     cpu, bits = torch.device("cpu"), 8 * dtype.itemsize
@@ -411,7 +413,7 @@ def test_triton_compiles_ahead_of_time(arch: int, dim: int, rotated: int) -> Non
     ("name", "dim", "registers", "arch"),
     [("K4V4", 128, 128, "sm_80"), ("K4V4", 128, 128, "sm_90"), ("K3V3", 64, 80, "sm_90"), ("K2V2", 80, 168, "sm_90")],
 )
-def test_gates_of_whole_pages(name: str, dim: int, registers: int, arch: str) -> None:
+def test_whole_page_kernel_compiles_within_resource_limits(name: str, dim: int, registers: int, arch: str) -> None:
     """The call for tokens that come as codes may spill a little."""
     pytest.importorskip("cuda.core")
     entry = quantize_op.entry_of(Format.parse(name, dim), torch.bfloat16, by_address=True)

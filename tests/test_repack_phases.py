@@ -271,7 +271,7 @@ def test_a_cache_runs_every_operation(emulated: None) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
-def test_gates_of_the_plan(arch: str) -> None:
+def test_plan_kernels_compile_within_resource_limits(arch: str) -> None:
     """No spills, and at least four blocks a multiprocessor."""
     pytest.importorskip("cuda.core")
     for entry in ("find<>", "count<>", "clear<>", "enter<>", "leave<>", "place<short, true>", "place<int, false>"):
@@ -283,7 +283,7 @@ def test_gates_of_the_plan(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 @pytest.mark.parametrize("name", ["K16V16", "K8V8", "K4V4", "K3V3", "K2V2"])
-def test_gates_of_copies(name: str, arch: str) -> None:
+def test_copy_kernels_compile_within_resource_limits(name: str, arch: str) -> None:
     """No spills with many loads on their way."""
     pytest.importorskip("cuda.core")
     cpu = torch.device("cpu")

@@ -94,7 +94,7 @@ def test_runs_and_overlap_equal_sets_of_addresses(call: Copies) -> None:
             return [start + b for start in starts for b in range(t.itemsize)]
 
         bytes_of_dst, bytes_of_other = touched(dst), touched(other)
-        assert memory.folds(dst) == (len(set(bytes_of_dst)) < len(bytes_of_dst))
+        assert memory.self_overlaps(dst) == (len(set(bytes_of_dst)) < len(bytes_of_dst))
         assert memory.overlap(dst, other) == bool(set(bytes_of_dst) & set(bytes_of_other))
         assert sorted(b for start, end in memory.runs(dst).tolist() for b in range(start, end)) == sorted(bytes_of_dst)
 

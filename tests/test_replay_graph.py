@@ -326,7 +326,7 @@ def test_a_step_that_cannot_be_captured_is_explained() -> None:
 
 
 @gpu
-def test_sizes_share_memory() -> None:
+def test_captured_sizes_share_a_memory_pool() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return (x[:, None] * torch.ones(1 << 20, device=x.device)).sum(1)
 

@@ -99,7 +99,7 @@ def test_precomputed_metadata_with_every_choice_of_fields(fused: bool) -> None:
         nsa_style(8, 32, names[:2], True).copy_from(step)
 
 
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_the_default_of_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = []
     plan_of = metadata._plan_of
     monkeypatch.setattr(metadata, "_plan_of", lambda *given: backends.append(given[-1]) or plan_of(*given))

@@ -130,11 +130,11 @@ def test_the_page_counts_the_cases_that_are_ahead(html):
 
     cases = [case("a", 1.5, 1.4, 1.6), case("b", 0.8, 0.7, 0.9), case("c", 1.01, 0.99, 1.03)]
     report = SimpleNamespace(op="x", machine={"name": "gpu"}, cases=cases)
-    (words,) = page._ahead(report)
-    assert words.startswith("Of 3 cases 1 are ahead of the fastest other way beyond noise and 1 behind")
+    (words,) = page._summary(report)
+    assert words.startswith("Of 3 cases, 1 are faster than the best other contender beyond noise, 1 slower")
     assert "0.80 to 1.50 times" in words
-    assert page._glance([report]).rows[0][-1] == "1 of 3"
-    assert re.search(r"Of \d+ cases \d+ are ahead", html)
+    assert page._overview([report]).rows[0][-1] == "1 of 3"
+    assert re.search(r"Of \d+ cases, \d+ are faster", html)
 
 
 def test_the_page_shows_and_escapes_everything(html):
@@ -167,7 +167,7 @@ def test_markdown_has_the_same_tables(content):
         assert line.endswith("|")
 
 
-def test_the_command(only_store, tmp_path):
+def test_report_command_writes_html_and_markdown(only_store, tmp_path):
     out, notes = tmp_path / "deep" / "r.html", tmp_path / "r.md"
     given = ["--results", str(only_store), "--out", str(out), "--markdown", str(notes)]
     done = CliRunner().invoke(app, ["report", *given])
@@ -265,7 +265,7 @@ def test_a_pivot_by_a_parameter_has_every_case_once(replay):
     us, against = case.row("ours").us.median, case.row("ours").vs_peer
     assert lines[2][3].startswith(f"{us:.2f}, {against.ratio:.2f}x [")
     assert lines[2][3].endswith(f"] {against.name}")
-    with pytest.raises(ValueError, match="kvstrata is not alone there"):  # the captured case has the same parameters
+    with pytest.raises(ValueError, match="kvstrata shares its cell"):  # the captured case has the same parameters
         render.table(replay, options | {"rows": "fa-*"}).document()
     with pytest.raises(ValueError, match="by 'T': fa-1x16 has style, bs, columns"):
         render.table(replay, options | {"by": "T"}).document()

@@ -41,14 +41,14 @@ CASES = {
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", ["cuda", "cuda_direct", "cuda_staged", "cuda_bulk"])
 @pytest.mark.parametrize("name", CASES)
-def test_store(name: str, backend: str, overlap: bool) -> None:
+def test_store_under_sanitizers(name: str, backend: str, overlap: bool) -> None:
     check(make(device=torch.device("cuda"), **CASES[name]), backend, overlap=overlap)
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("k_bits", "v_bits", "dim"), [(4, 4, 128), (8, 2, 64), (3, 3, 96), (2, 3, 80), (3, 8, 256)])
-def test_quantize_pages(
+def test_quantize_pages_under_sanitizers(
     k_bits: int, v_bits: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp goes through all pages
@@ -58,7 +58,7 @@ def test_quantize_pages(
 
 
 @pytest.mark.parametrize("name", [*REPACKS, "pages of 64", "blocks of 16"])
-def test_repack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repack_under_sanitizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves found, counted and placed on the device, then made phase by phase; whole pages are among them."""
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp goes through all of these
     setup = Setup(**(REPACKS | MORE)[name])
@@ -69,7 +69,7 @@ def test_repack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 48, 128])
-def test_append(dim: int) -> None:
+def test_append_under_sanitizers(dim: int) -> None:
     cache = TieredCache(2, 3, dim, budget=None, page_tokens=16, max_requests=3, max_tokens=64, device="cuda")
     for lengths in ([5, 0, 20], [1, 1, 1], [2, 1, 0]):
         k, v = torch.randn(2, sum(lengths), 3, dim, device="cuda").bfloat16()
@@ -85,7 +85,7 @@ def test_append(dim: int) -> None:
 
 @pytest.mark.parametrize(("q_len", "window"), [(1, None), (3, None), (2, 20)])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_decode(dim: int, q_len: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_under_sanitizers(dim: int, q_len: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if q_len == 1:  # as for many requests: a warp combines a column
         cut = dict(warps=2, resident=8, width=1, waves=1, combine=1)
         monkeypatch.setattr(tuned, "lookup", lambda op, gpu, shape: cut)
@@ -96,14 +96,14 @@ def test_decode(dim: int, q_len: int, window: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_decode(name: str) -> None:
+def test_packed_decode_under_sanitizers(name: str) -> None:
     check_packed(name, "cuda")
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize(("name", "dim"), [("K4V4", 128), ("K3V2", 80), ("K8V8", 64)])
-def test_packed_store(name: str, dim: int, calibrated: bool) -> None:
+def test_packed_store_under_sanitizers(name: str, dim: int, calibrated: bool) -> None:
     fmt = Format.parse(name, dim, 16)
     calibration = calibration_of(2, dim) if calibrated else None
     batch = Batch(fmt, [50, 3, 40], calibration=calibration, strided=True)
@@ -127,9 +127,9 @@ def filled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("filled")
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
-@pytest.mark.parametrize("seed", range(check_op.WATCHED[True]))
+@pytest.mark.parametrize("seed", range(check_op.SANITIZER_TRIALS[True]))
 @pytest.mark.parametrize("op", ["settle", "decode", "packed"])
-def test_whole_operations(op: str, seed: int) -> None:
+def test_sweep_trials_under_sanitizers(op: str, seed: int) -> None:
     """Plans, moves, centres, tables and observed steps of a cache; packed pages stored, read, prefilled and copied."""
     for backend in sweeps.find(op).SANITIZED:
         (outcome,) = sweeps.run(op, torch.device("cuda", torch.cuda.current_device()), backend, range(seed, seed + 1))

@@ -211,7 +211,7 @@ class Service:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_short_service(device: torch.device, name: str) -> None:
+def test_short_service_survives_all_operations(device: torch.device, name: str) -> None:
     service = Service(device, 1, **OPTIONS[name])
     service.run(250, 25)
     assert {"decode", "join", "leave", "fork", "crop"} <= service.seen.keys()
@@ -222,7 +222,7 @@ def test_a_short_service(device: torch.device, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("fraction", 20_000), ("bytes", 5_000), ("evict", 5_000), ("none", 5_000)])
-def test_a_long_service(device: torch.device, name: str, steps: int) -> None:
+def test_long_service_survives_all_operations(device: torch.device, name: str, steps: int) -> None:
     service = Service(device, 2, **OPTIONS[name])
     service.run(steps, 200)
     assert service.settled >= steps // 50 or name == "none"

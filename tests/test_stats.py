@@ -105,7 +105,7 @@ def test_bad_samples_are_named(bad):
             call()
 
 
-def test_too_few_or_impossible():
+def test_too_few_or_non_positive_samples_raise():
     with pytest.raises(ValueError, match="at least 2"):
         hedges_g([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="positive"):

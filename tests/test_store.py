@@ -107,7 +107,7 @@ def test_any_call_equals_the_model(backend: str) -> None:
         (3, 33, 65, torch.float32, torch.float32, 0),
     ],
 )
-def test_shapes_of_models(backend, kind, heads, k_dim, v_dim, source, cache, scales) -> None:
+def test_shapes_of_common_models_equal_the_model(backend, kind, heads, k_dim, v_dim, source, cache, scales) -> None:
     call = make(7, heads, k_dim, v_dim, device=DEVICE, source=source, cache=cache, kind=kind, scales=scales)
     if source == cache != torch.float32:
         assert not refuses(call, backend), "rows of whole 16-byte vectors are for every kernel"
@@ -123,7 +123,7 @@ def test_padding_leaves_every_byte(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens(backend: str) -> None:
+def test_call_without_tokens_writes_nothing(backend: str) -> None:
     check(make(0, 2, 32, 32, device=DEVICE), backend)
 
 
@@ -245,7 +245,7 @@ def test_threads_do_not_share_plans(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("v_dim", [32, None])
-def test_opcheck(v_dim: int | None, device: torch.device) -> None:
+def test_store_kv_passes_opcheck(v_dim: int | None, device: torch.device) -> None:
     call = make(3, 2, 32, v_dim, device=device, slot_mapping=[0, 5, -1])
     call.k = torch.nan_to_num(call.k)  # opcheck compares with ==
     for pool in call.pools:

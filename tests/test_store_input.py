@@ -24,7 +24,7 @@ def test_check_names_position_and_value(device: torch.device) -> None:
         ({"slot_mapping": torch.zeros(3, 1, dtype=torch.int32)}, "slot_mapping: expected shape"),
     ],
 )
-def test_check_validates_first(changes: dict, message: str) -> None:
+def test_check_validates_arguments_before_slots(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bad(make(3, 2, 32, 32, device=torch.device("cpu")), **changes).run(kvstrata.store_kv, check=True)
 
@@ -92,7 +92,7 @@ def test_bad_input_is_named_and_nothing_is_written(name: str, device: torch.devi
         (torch.ones(4)[::2], ValueError, "k_scale: expected a contiguous"),
     ],
 )
-def test_bad_scales(scale, error, message, device: torch.device) -> None:
+def test_invalid_scales_raise(scale, error, message, device: torch.device) -> None:
     call = make(3, 2, 32, None, device=device, cache=torch.float8_e4m3fn)
     call.k_scale = torch.ones(4, device=device)[::2] if scale.stride() == (2,) else scale.to(device)
     with pytest.raises(error, match=message):

@@ -111,7 +111,7 @@ def test_usage_is_kept_beside_the_cubin(tmp_path: Path, monkeypatch: pytest.Monk
     assert jit.known_usage(*asked, arch="sm_90") == jit.usage(*asked, arch="sm_90") == used
     assert jit.compile(*asked, arch="sm_90").code
     with Compiler("sm_90") as ahead:
-        assert ahead.ahead([kernel]) == []
+        assert ahead.start([kernel]) == []
         assert ahead._pool is None, "nothing is left for other processes"
         assert ahead.usage(kernel) == used
 
@@ -126,7 +126,7 @@ def test_compilations_are_not_awaited_after_the_time_limit(monkeypatch: pytest.M
     monkeypatch.setattr(ahead, "build", tune_toy.never_done)
     kernels = decode_needs()[:1]
     with Compiler("sm_90", jobs=1) as compiler:
-        assert len(compiler.ahead([*kernels, *kernels])) == 1
+        assert len(compiler.start([*kernels, *kernels])) == 1
         with pytest.raises(NotDone):
             compiler.usage(kernels[0], 0.01)
         (worker,) = compiler._pool._processes.values()
@@ -198,7 +198,9 @@ def test_partial_warps_and_compile_errors_are_rejected(tmp_path: Path) -> None:
         (16, 0, 64, "sm_77", 32 / 48),  # not known: what all have
     ],
 )
-def test_occupancy(registers: int, shared: int, threads: int, arch: str, expected: float) -> None:
+def test_occupancy_is_limited_by_registers_shared_memory_and_blocks(
+    registers: int, shared: int, threads: int, arch: str, expected: float
+) -> None:
     assert gates.occupancy(registers, shared, threads, arch) == pytest.approx(expected)
 
 
@@ -341,15 +343,15 @@ class Slow:
     def __init__(self, watch: Watch, seconds: float) -> None:
         self.watch, self.seconds = watch, seconds
 
-    def has(self, kernel: Needs) -> bool:
+    def is_ready(self, kernel: Needs) -> bool:
         return kernel.entry == "1" or self.watch.now >= self.seconds
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_any(self, seconds: float) -> bool:
         self.watch.sleep(seconds)
         return True
 
     def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
-        assert self.has(kernel)
+        assert self.is_ready(kernel)
         return jit.Usage(32, 0, 0, 0)
 
 

@@ -129,21 +129,21 @@ def test_occupancy_by_registers_alone_does_not_promote(tmp_path: Path, monkeypat
 
 
 def test_profiles_are_requested_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: None)
-    assert not cli._profiled(None, True, "cuda")
+    monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: None)
+    assert not cli._use_ncu(None, True, "cuda")
     with pytest.raises(ValueError, match="--profile: ncu is not on the PATH"):
-        cli._profiled(True, False, "cuda")
-    monkeypatch.setattr("kvstrata.tools.child.find", lambda tool: "/bin/ncu")
-    assert cli._profiled(None, True, "cuda")
-    assert cli._profiled(True, False, "cuda")
-    assert not cli._profiled(None, False, "cuda")
-    assert not cli._profiled(False, True, "cuda")
-    assert not cli._profiled(True, True, "reference")
+        cli._use_ncu(True, False, "cuda")
+    monkeypatch.setattr("kvstrata.tools.child.find_tool", lambda tool: "/bin/ncu")
+    assert cli._use_ncu(None, True, "cuda")
+    assert cli._use_ncu(True, False, "cuda")
+    assert not cli._use_ncu(None, False, "cuda")
+    assert not cli._use_ncu(False, True, "cuda")
+    assert not cli._use_ncu(True, True, "reference")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(child.find("ncu") is None, reason="ncu is not on the PATH")
-def test_configurations_under_ncu() -> None:
+@pytest.mark.skipif(child.find_tool("ncu") is None, reason="ncu is not on the PATH")
+def test_ncu_profiles_each_configuration() -> None:
     """Two configurations of a case, each with the metrics that the rule looks at."""
     choices = [{"kernel": "direct", "threads": 128, "per": n, "vector": 16} for n in (1, 2)]
     found = profiles.take("store", [("8x128-fp16-256", choices)])

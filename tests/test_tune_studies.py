@@ -73,7 +73,7 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
         one.communicate("go\n")
     assert [one.returncode for one in both] == [0, 0]
     taken = [t for t in trials_in(journal) if storage.OWNER in t.user_attrs]
-    every = [t for t in taken if t.user_attrs.get(search.REJECTED) != search.SEEN]
+    every = [t for t in taken if t.user_attrs.get(search.REJECTED) != search.DUPLICATE]
     assert all(t.state in search.DONE for t in every)
     assert 22 <= len(every) <= 23  # both may begin the last one
     assert len({t.params["x"] for t in every}) == len(every), "nothing was done twice"
@@ -94,14 +94,14 @@ def test_studies_in_a_database_and_numbers_of_studies(tmp_path: Path) -> None:
     assert len(storage.open_study(storage.open_storage(url), "other", True).trials) == 0
 
 
-def test_what_another_host_left_is_taken_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_trials_of_other_hosts_are_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = study(tmp_path)
     trial = one.ask()
     trial.set_user_attr(storage.OWNER, "elsewhere:1")
     trial.suggest_categorical("x", tune_toy.VALUES)
-    assert storage.put_back(one) == 0
+    assert storage.requeue_abandoned(one) == 0
     monkeypatch.setattr(storage, "STALE", storage.STALE * 0)
-    assert storage.put_back(one) == 1
+    assert storage.requeue_abandoned(one) == 1
     assert one.ask().suggest_categorical("x", tune_toy.VALUES) == trial.params["x"]
 
 
@@ -121,7 +121,7 @@ def test_time_left_goes_to_cases_whose_kernels_were_compiled_late(tmp_path, monk
                 case=self.case, measured=measured, valid=4 if self.case == "early" else 2, seconds=1.0
             )
 
-        def near(self, most):
+        def near_misses(self, most):
             return []
 
     monkeypatch.setattr(session, "Search", Fake)

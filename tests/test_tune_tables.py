@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def test_nearest_shape(own_cache: Path) -> None:
+def test_lookup_uses_the_nearest_shape_within_the_limit(own_cache: Path) -> None:
     few, many = entry("few", {"a": 1}, tokens=16, vector="x"), entry("many", None, tokens=4096, vector="x")
     put(own_cache / "tables", "nvidia-test", op=[few, many, entry("other", {"a": 3}, tokens=20, vector="y")])
 

@@ -68,7 +68,7 @@ def search_of(problem: Problem, tmp_path: Path, **settings) -> tuple[search.Sear
 def test_all_trials_are_valid_different_and_measured(tmp_path: Path) -> None:
     problem = sparse()
     one, row = search_of(problem, tmp_path, trials=30)
-    tried = [t for t in one.study.trials if t.user_attrs.get(search.REJECTED) != search.SEEN]
+    tried = [t for t in one.study.trials if t.user_attrs.get(search.REJECTED) != search.DUPLICATE]
     assert len(tried) == row.measured == 30, "every trial was timed"
     assert len({key(t.params) for t in tried}) == 30
     assert all(problem.space.has(t.params) and problem.invalid(t.params) is None for t in tried)

@@ -191,7 +191,7 @@ def test_nothing_is_compiled_after_warmup(own_cache: Path, monkeypatch: pytest.M
             kvstrata.decode_attention(q, cache, layer)
 
 
-def test_arguments(device: torch.device) -> None:
+def test_invalid_warmup_arguments_are_named(device: torch.device) -> None:
     with pytest.raises(TypeError, match="cache: expected a TieredCache"):
         kvstrata.warmup(SimpleNamespace())
     for heads in (0, 3, 2.0):

@@ -6,12 +6,17 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from kvstrata.layout.format import MAX_TIERS, Format
+
+
+def fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise ``error``, naming the argument, what was expected and what was given."""
+    raise error(f"{argument}: expected {expected}, got {given}")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

@@ -189,7 +189,7 @@ def make_batch(
 
 
 def prefix_sums(seq_lens: torch.Tensor) -> torch.Tensor:
-    """0 and the prefix sums of lengths, int32."""
+    """Prefix sums of lengths with a leading 0, int32."""
     cu = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
     torch.cumsum(seq_lens, 0, dtype=torch.int32, out=cu[1:])
     return cu

@@ -83,7 +83,7 @@ class Options:
 
 
 def tail_tokens(drafts: int) -> int:
-    """Rows of a tail for pages of any size, if up to ``drafts`` tokens of a request may be rejected in a step."""
+    """Rows of a tail, for pages of any size, if a step may reject up to ``drafts`` tokens of a request."""
     return -(-(TAIL_TOKENS - 1 + max(drafts, 1)) // TAIL_TOKENS) * TAIL_TOKENS
 
 

@@ -3,7 +3,7 @@
     cache   [num_blocks, kv_heads, block_size, bytes per token]     the engine's view, any strides but of the last two
     pages   [num_blocks, kv_heads, pages_per_block * page_bytes]    the same memory, as the packed ops address it
 
-An engine counts bytes per token; inside a block of one KV head the bytes belong to pages, not to tokens.
+An engine counts bytes per token; within a block of one KV head, bytes belong to pages rather than to single tokens.
 """
 
 from __future__ import annotations

@@ -78,14 +78,14 @@ class PackedAllocator(FullAttentionCacheAllocator):
             bytes_per_page=num_key_value_heads * page_size * self.token_bytes,
             allow_block_sharing=allow_block_sharing,
         )
-        self.block_physical_stride = page_size  # slots of a layer's view, which has all blocks
+        self.block_physical_stride = page_size  # in slots of a layer's view, which covers all blocks
         self._layers: dict[int, PackedLayer] = {}
         self._step: tuple[torch.Tensor, bool, Step] | None = None
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
     ) -> None:
-        """Make each layer's view of the blocks."""
+        """Create each layer's view of the blocks."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         blocks = len(self._copy_view)
@@ -192,7 +192,7 @@ class Step:
             tokens=self.tokens,
             max_query_len=int(starts_cpu.diff().max()),
             max_seq_len=int(lengths.max()),
-            threshold=1 if len(blocks) else 0,  # without blocks all are prompts
+            threshold=1 if len(blocks) else 0,  # without blocks, all requests are prompts
             seq_lens_cpu=lengths[:requests],
         )
         seq_lens = ends.diff()[:requests]
@@ -213,7 +213,7 @@ class Step:
     def run(
         self, layer: PackedLayer, cache: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Store the new rows and attend; ``[T, heads, head_dim]``, zero for padding."""
+        """Store the new rows and attend; returns ``[T, heads, head_dim]``, zero for padding."""
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         early = self.tokens
         if self.late_store and self.batch.prefills:  # the chunk would overwrite tokens that its first queries see
@@ -262,8 +262,8 @@ def packed_attention(
     return step.run(layer, allocator.views[number], q, k, v).unsqueeze(0), None
 
 
-def _maker(original: type, packed: type) -> Any:
-    """Allocator class for `PagedAttentionCache`: ours for a model inside `packed_batching`, else the original."""
+def _allocator_factory(original: type, packed: type) -> Any:
+    """Factory of allocators for `PagedAttentionCache`: ours for a model inside `packed_batching`, else the original."""
 
     def make(**arguments: Any) -> Any:
         return (packed if arguments["config"]._attn_implementation in _options else original)(**arguments)
@@ -273,7 +273,7 @@ def _maker(original: type, packed: type) -> Any:
     return make
 
 
-def _resolve(config: Any, cb_config: Any, workload_hints: Any, *args: Any, **kwargs: Any) -> Any:
+def _resolve_config(config: Any, cb_config: Any, workload_hints: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' own function, plus block tables for decode batches, which it passes only to its flash attention."""
     resolved = _resolve_original(config, cb_config, workload_hints, *args, **kwargs)
     if config._attn_implementation not in _options:
@@ -284,7 +284,7 @@ def _resolve(config: Any, cb_config: Any, workload_hints: Any, *args: Any, **kwa
         initialization.resolve_without_hints(wanted)
         resolved.max_blocks_per_request = wanted.max_blocks_per_request
     graphs = any(resolved.cuda_graph_booleans) and resolved.max_blocks_per_request > 0
-    resolved.use_cuda_graph = (False, graphs)  # a batch with prompts is split on the host
+    resolved.use_cuda_graph = (False, graphs)  # no graphs for prompts, whose batches are split on the host
     resolved.use_async_batching = bool(resolved.use_async_batching and graphs)
     return resolved
 
@@ -300,8 +300,8 @@ def _install() -> None:
     }
     for kind, maker in list(MAKERS.items()):
         if maker in pairs:
-            MAKERS[kind] = _maker(maker, pairs[maker])
-    continuous_api.resolve_continuous_batching_config = _resolve
+            MAKERS[kind] = _allocator_factory(maker, pairs[maker])
+    continuous_api.resolve_continuous_batching_config = _resolve_config
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class _Latest:
 
 
 _warmed: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled and loaded
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class KvstrataBackend(AttentionBackend):
 
 @dataclass
 class KvstrataMetadata(AttentionMetadata):
-    """One step, as `KvstrataImpl` takes it."""
+    """Metadata of one step for `KvstrataImpl`."""
 
     batch: Batch
     slot_mapping: torch.Tensor
@@ -310,7 +310,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             )  # fmt: skip
         self._calibrated = self.options.calibration is None
         self.owner = Owner() if self._calibrated and self.options.weights else None
-        self._weighed = False
+        self._calibrated_by_weights = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks and calibrate K, after the weights of the model are loaded."""
@@ -323,16 +323,16 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         """Balance and centre of K from the module that owns the layer; reloaded weights update them in place."""
         if module is None or self.config is None:
             return
-        turned = bool(getattr(self.config.model_config.hf_text_config, "rope_parameters", None))
+        has_rope = bool(getattr(self.config.model_config.hf_text_config, "rope_parameters", None))
         with torch.inference_mode(False):
-            own, what = calibration_of(module, self.num_heads, self.num_kv_heads, self.head_size, turned)
-            if self._weighed:  # graphs hold the addresses
+            own, what = calibration_of(module, self.num_heads, self.num_kv_heads, self.head_size, has_rope)
+            if self._calibrated_by_weights:  # in place, because graphs hold the addresses
                 update(self.layer.calibration, own)
             elif own is not None:
                 self.layer.calibration = own.to(torch.device(self.config.device_config.device))
-        self._weighed = True
-        if get_tensor_model_parallel_rank() == 0 and what not in _said:  # one line for most models
-            _said.add(what)
+        self._calibrated_by_weights = True
+        if get_tensor_model_parallel_rank() == 0 and what not in _logged:  # log once, not per layer
+            _logged.add(what)
             text = "the model's weights give K a %s (%s)" if own else "the model's weights calibrate nothing: %s (%s)"
             logger.info("kvstrata: " + text, what, type(module).__name__)
 
@@ -362,7 +362,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the new rows, before `forward`."""
+        """Store the new rows; called before `forward`."""
         if kv_cache.numel() == 0:  # memory profiling
             return
         self._calibrate(layer, kv_cache.device)
@@ -411,7 +411,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a step; ``output`` is written."""
+        """Attention of a step; writes ``output``."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvstrata: quantised attention outputs are not supported.")
         if attn_metadata is None:

@@ -33,14 +33,14 @@ class Owner:
         self._module: weakref.ref[torch.nn.Module] | None = None
         if not Owner._watched:
             Owner._watched = True
-            register_module_module_registration_hook(_see)
+            register_module_module_registration_hook(_record_owner)
 
     def get(self) -> torch.nn.Module | None:
         """The module; None if the layer is not a child of any."""
         return None if self._module is None else self._module()
 
 
-def _see(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+def _record_owner(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
     owner = getattr(getattr(child, "impl", None), "owner", None)
     if isinstance(owner, Owner):
         owner._module = weakref.ref(module)
@@ -48,7 +48,7 @@ def _see(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> N
 
 @torch.no_grad()
 def calibration_of(
-    module: torch.nn.Module, heads: int, kv_heads: int, dim: int, turned: bool
+    module: torch.nn.Module, heads: int, kv_heads: int, dim: int, has_rope: bool
 ) -> tuple[LayerCalibration | None, str]:
     """Calibration of a layer from the projections of its owner, on their device, and its sources or why it is None.
 
@@ -62,8 +62,8 @@ def calibration_of(
     """
     children: dict[str, Any] = dict(module.named_children())
     if norm := next((name for name in children if "norm" in name), None):
-        return None, f"Q or K may be normalised behind its projection ({norm})"
-    rope = _rope(module, children, dim, turned)
+        return None, f"Q or K may be normalised after its projection ({norm})"
+    rope = _rope(module, children, dim, has_rope)
     if rope is None:
         return None, "its RoPE is of an unknown kind"
     projections = _projections(children, heads, kv_heads, dim)
@@ -131,12 +131,12 @@ def _rows(x: Any, rows: int, sizes: list[int]) -> list[torch.Tensor | None]:
 
 
 def _rope(
-    module: torch.nn.Module, children: dict[str, Any], dim: int, turned: bool
+    module: torch.nn.Module, children: dict[str, Any], dim: int, has_rope: bool
 ) -> tuple[tuple[float, ...], bool] | None:
-    """Radians per position of the pairs of channels, and whether pairs are (2 i, 2 i + 1); None if that is unknown."""
+    """Radians per position of the RoPE pairs, and whether pairs are (2 i, 2 i + 1); None if unknown."""
     rotation = next((child for child in children.values() if hasattr(child, "cos_sin_cache")), None)
     if rotation is None:
-        without = not turned or getattr(module, "rotary_emb", module) is None  # a layer without RoPE
+        without = not has_rope or getattr(module, "rotary_emb", module) is None  # a layer without RoPE
         return ((), False) if without else None
     table, is_neox = rotation.cos_sin_cache, getattr(rotation, "is_neox_style", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or type(is_neox) is not bool:

@@ -12,7 +12,7 @@ _buffers: dict[tuple[int, int], list[torch.Tensor]] = {}  # by device and raw st
 
 
 def workspace(device: torch.device, nbytes: int) -> torch.Tensor | None:
-    """At least ``nbytes`` bytes for calls on the current stream, contents undefined; None off CUDA devices or for 0."""
+    """Uninitialised buffer of at least ``nbytes`` for calls on the current stream; None without CUDA or for 0 bytes."""
     if device.type != "cuda" or nbytes == 0:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

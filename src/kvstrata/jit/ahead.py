@@ -35,26 +35,23 @@ def compile_ahead(
     show = sys.stderr.isatty() if progress is None else progress
     start = time.monotonic()
 
-    def say(done: int) -> None:
+    def report(done: int) -> None:
         if show:
             print(f"\rkvstrata: compiling kernels, {done} of {len(missing)}", end="", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(min(jobs or os.cpu_count() or 1, len(missing))) as pool:
-        futures = [pool.submit(compile, *one, arch=arch) for one in missing]
-        say(0)
+        futures = [pool.submit(compile, *kernel, arch=arch) for kernel in missing]
+        report(0)
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                say(done)
+                report(done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     if show:
-        seconds, kept = time.monotonic() - start, cache_folder()
-        print(
-            f"\rkvstrata: compiled {len(missing)} kernels for {arch} in {seconds:.1f} s, kept in {kept}",
-            file=sys.stderr,
-        )
+        summary = f"compiled {len(missing)} kernels for {arch} in {time.monotonic() - start:.1f} s"
+        print(f"\rkvstrata: {summary}, kept in {cache_folder()}", file=sys.stderr)
     return missing
 
 
@@ -64,14 +61,14 @@ _loaded: set[tuple[Named, int]] = set()
 def load_ahead(kernels: Iterable[Named], device: torch.device, progress: bool | None = None) -> list[Named]:
     """Compile kernels and load them onto a CUDA device; returns those compiled. Loading again is free."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    wanted = [one for one in dict.fromkeys(kernels) if (one, index) not in _loaded]
+    wanted = [kernel for kernel in dict.fromkeys(kernels) if (kernel, index) not in _loaded]
     if not wanted:
         return []
     arch = arch_of(index)
     compiled = compile_ahead(wanted, arch, progress=progress)
     with torch.cuda.device(index):
         bind_context(index)
-        for one in wanted:
-            load(*one, arch)
-            _loaded.add((one, index))
+        for kernel in wanted:
+            load(*kernel, arch)
+            _loaded.add((kernel, index))
     return compiled

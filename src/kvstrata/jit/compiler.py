@@ -22,12 +22,12 @@ CACHE_BYTES = 1 << 30
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel; the message holds the compiler's log."""
+    """NVRTC could not compile a kernel; the message contains its log."""
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one kernel: its bytes and the mangled name of its entry."""
+    """Machine code of one kernel, and the mangled name of its entry."""
 
     code: bytes
     symbol: str
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def header_folders(source: Path) -> list[Path]:
-    """Include folders of a kernel: the shared headers, and its own folder if that has any."""
+    """Include folders of a kernel: the shared ones, and its own folder if it has headers."""
     return [*INCLUDE, source.parent] if any(source.parent.glob("*.cuh")) else [*INCLUDE]
 
 
@@ -87,19 +87,19 @@ def _run_nvrtc(source: Path, entry: str, arch: str, verbose: bool = False) -> tu
 
 
 def compile(source: Path, entry: str, *, arch: str) -> Cubin:
-    """The cubin of ``entry`` (such as ``"store_direct<Copy<16>, 1>"``) for ``arch`` (such as ``"sm_90"``)."""
-    return _kept(source, entry, arch, with_usage=False)[0]
+    """Cubin of ``entry`` (such as ``"store_direct<Copy<16>, 1>"``) for ``arch`` (such as ``"sm_90"``)."""
+    return _cached(source, entry, arch, with_usage=False)[0]
 
 
 def usage(source: Path, entry: str, *, arch: str) -> Usage:
     """Registers, spills, stack and static shared memory of ``entry``, from the assembler's report."""
-    used = _kept(source, entry, arch, with_usage=True)[1]
+    used = _cached(source, entry, arch, with_usage=True)[1]
     assert used is not None
     return used
 
 
 def known_usage(source: Path, entry: str, *, arch: str) -> Usage | None:
-    """`usage` from the cache, or None if it is not there; compiles nothing."""
+    """Cached `usage`, or None; compiles nothing."""
     from cuda.core.utils import FileStreamProgramCache
 
     if not (folder := cache_folder() / "cubin").is_dir():
@@ -123,8 +123,8 @@ def _key(source: Path, entry: str, arch: str) -> bytes:
     )
 
 
-def _kept(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin, Usage | None]:
-    """Return a cached cubin, or compile and cache it together with the assembler's report."""
+def _cached(source: Path, entry: str, arch: str, with_usage: bool) -> tuple[Cubin, Usage | None]:
+    """Cached cubin and usage; compiles and caches them first if needed."""
     from cuda.core.utils import FileStreamProgramCache
 
     key = _key(source, entry, arch)

@@ -20,17 +20,17 @@ import torch
 from .compiler import compile
 
 ONE_POINTER = ctypes.c_void_p * 1
-PORTABLE_SHARED = 48 * 1024  # bytes of shared memory, static and dynamic, that a launch gets without opting in
+PORTABLE_SHARED = 48 * 1024  # bytes of shared memory, static and dynamic, available without opting in
 
 
 def arch_of(device: torch.device | int | None = None) -> str:
-    """The compile target of a CUDA device, such as ``"sm_90"``."""
+    """Compile target of a CUDA device, such as ``"sm_90"``."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 def current_stream(device: int) -> int:
-    """The raw handle of torch's current stream."""
+    """Raw handle of torch's current stream."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
@@ -90,7 +90,7 @@ class Kernel:
         return int(number)
 
     def resident(self, block: int, shared: int = 0) -> int:
-        """Number of blocks that torch's current device runs at once."""
+        """Number of blocks that are resident on torch's current device at once."""
         return _resident(self, block, shared, torch.cuda.current_device())
 
     def launch(self, grid: Any, block: Any, args: tuple[Any, ...] = (), *, shared: int = 0) -> None:
@@ -130,7 +130,7 @@ class Launch:
         shared: int = 0,
         overlap: bool = False,
     ) -> None:
-        if len(params) % 8:  # the driver reads as many bytes as the kernel's struct has, and those begin with pointers
+        if len(params) % 8:  # the driver reads the whole struct, padding included; it contains pointers
             raise ValueError(f"params: expected a multiple of 8 bytes, padding included, got {len(params)}")
         self.params = params if isinstance(params, bytearray) else bytearray(params)
         self.entry = kernel.entry
@@ -143,7 +143,7 @@ class Launch:
             self._opt_in(kernel.driver, shared)
         self._config = _config(kernel.driver, x, y, block, shared, overlap)
         self._stream: int | None = None
-        self._start: Any = None  # the driver call, on that stream
+        self._start: Any = None  # driver call on that stream
 
     def _opt_in(self, driver: Any, shared: int) -> None:
         """Allow launches of the kernel to request this much shared memory, or more if another launch already does."""
@@ -158,7 +158,7 @@ class Launch:
         kernel.opted[number] = shared
 
     def _use_stream(self, stream: int) -> None:
-        """Prepare the driver call for a stream; assigning it takes longer than a launch (docs/perf-log.md)."""
+        """Prepare the driver call for a stream; setting the stream takes longer than a launch (docs/perf-log.md)."""
         self._config.hStream = stream
         if self._start is None:
             given = (self._config.getPtr(), int(self._kernel.function), self.args, None)
@@ -201,7 +201,7 @@ def _resident(kernel: Kernel, block: int, shared: int, device: int) -> int:
 
 
 def bind_context(device: int) -> None:
-    """Make the device's primary context current in this thread: a new thread has none until torch needs one."""
+    """Make the device's primary context current in this thread; a new thread has none until torch needs one."""
     from cuda.core import Device
 
     Device(device).set_current()
@@ -228,10 +228,7 @@ def _switch(device: int) -> Iterator[None]:
 
 
 def launch_on(device: int, launch: Launch, stream: int | None = None) -> None:
-    """Launch on a stream of a device, None for its current one.
-
-    Cheap if the device is torch's current one and was used in this thread.
-    """
+    """Launch on a stream of a device (None: its current stream); cheap if the device is already in use."""
     stream = current_stream(device) if stream is None else stream
     if getattr(_BOUND, "device", None) == device == current_device():
         launch(stream)
@@ -241,7 +238,7 @@ def launch_on(device: int, launch: Launch, stream: int | None = None) -> None:
 
 
 def load(source: Path, entry: str, arch: str | None = None) -> Kernel:
-    """The kernel ``entry`` of ``source``, compiled or from the cache; ``arch`` None is the current device's."""
+    """Load the kernel ``entry`` of ``source``, compiling it if it is not cached; ``arch`` defaults to the device's."""
     return _load(source, entry, arch or arch_of())
 
 

@@ -30,7 +30,7 @@ Entry = dict[str, Any]  # "case", "shape", "choice" (None: the kernel's own), "t
 
 
 def slug(name: str) -> str:
-    """Turn a name into a file name: 'NVIDIA H200' becomes nvidia-h200."""
+    """File name of a GPU: 'NVIDIA H200' becomes nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -1,4 +1,4 @@
-"""Formats: the contents of a page of one KV head, and their offsets.
+"""Formats: what a page of one KV head contains, at which offsets.
 
 [K codes][V codes][scales]       2, 3, 4 and 8 bit: codes in fragment order, fp16 scales
 [K rows][V rows]                 16 and 32 bit: plain rows [page_tokens, head_dim] in the model's dtype
@@ -20,15 +20,15 @@ MAX_TIERS = 8  # maximum number of formats in one cache
 
 @dataclass(frozen=True)
 class Format:
-    """Layout of a page: bits of K and V, head dim, tokens, and how rows are transformed before they are quantised.
+    """Layout of a page: bits of K and V, head dim, tokens, and the transformation of rows before quantisation.
 
     Args:
         k_bits, v_bits: 2, 3, 4 or 8 for codes; 16 or 32, the same for both, for plain rows in the model's dtype.
         head_dim: a multiple of 16 from 32 to 256.
         page_tokens: 16, 32 or 64 tokens of one KV head.
-        rotate: rows are rotated (`rotation.rotate`). Always False for plain rows.
-        centre: a vector per KV head, which the caller keeps, is subtracted from K before the rotation. Always False
-            for plain rows.
+        rotate: whether rows are rotated (`rotation.rotate`). Always False for plain rows.
+        centre: whether a vector per KV head, which the caller keeps, is subtracted from K before the rotation. Always
+            False for plain rows.
 
     Immutable and hashable.
 

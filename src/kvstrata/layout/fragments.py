@@ -1,4 +1,4 @@
-"""The order of codes inside a page: a lane's loads are its operands of ``mma.m16n8k16``.
+"""Order of the codes in a page: the words that a lane loads are its operands of ``mma.m16n8k16``.
 
 A page is split into tiles of 16 tokens and steps of 16 dims. In every tile and step each of 32 lanes (g = lane // 4,
 t = lane % 4) owns eight values, numbered by register r = 0..3 and half = 0..1:
@@ -12,7 +12,7 @@ of W / 4, one 8-byte and one 4-byte chunk per lane: every load of a warp is cont
 
     [lane 0: words 0-3][lane 1: words 0-3] .. [lane 31] [lane 0: words 4-7] .. | [8-byte rest] .. | [4-byte rest] ..
 
-`_place` gives the word and shift of a code; everything else follows from it through index tables.
+`_place` defines the word and shift of a code; everything else follows from it through index tables.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _place(
         return j, 8 * (r // 2) + 4 * (r % 2) + 16 * half
     if width == 2:
         return j // 2, 8 * (j % 2) + 2 * r + 16 * half
-    # The high bits of 3-bit codes follow the words of the low ones.
+    # High bits of 3-bit codes, which follow the words of the low bits.
     q = j % 4
     return (fragments + 1) // 2 + j // 4, (2 * r + 2 + q % 2 + 8 * (q // 2) + 16 * half) % 32
 
@@ -99,7 +99,7 @@ def _address(word: torch.Tensor, lane: torch.Tensor, words: int) -> torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def places(bits: int, head_dim: int, page_tokens: int, side: Side) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """For each plane of the codes: the byte (int64) and the bit in it (uint8) of value ``[token, dim]``."""
+    """For each plane of the codes: byte (int64) and bit within it (uint8) of value ``[token, dim]``."""
     _check_side(side)
     words = words_per_lane(bits, head_dim, page_tokens)
     tiles, steps = page_tokens // TILE_TOKENS, head_dim // STEP_DIMS
@@ -141,7 +141,7 @@ def sources(bits: int, head_dim: int, page_tokens: int, side: Side, device: torc
 
 
 def pack(codes: torch.Tensor, bits: int, side: Side) -> torch.Tensor:
-    """uint8 codes ``[..., P, D]`` below ``2 ** bits`` -> the bytes of the pages' codes, uint8 ``[..., bytes]``.
+    """Pack uint8 codes ``[..., P, D]`` below ``2 ** bits`` into the codes of pages, uint8 ``[..., bytes]``.
 
     Bits of padding are zero; bits of a code above ``bits`` are dropped.
     """

@@ -19,19 +19,19 @@ def to_half(x: torch.Tensor) -> torch.Tensor:
 
 @compiled
 def _round(values, out):
-    """Bits of fp16, rounded to nearest even."""
+    """Write fp16 bits of ``values``, rounded to nearest even, to ``out``."""
     bits, space = values.view(np.uint32), np.empty(BLOCK, np.float32)
     for first in range(0, len(values), BLOCK):
-        some, rounded = bits[first : first + BLOCK], out[first : first + BLOCK]
-        numbers, small = some.view(np.float32), space.view(np.uint32)
-        for i in range(len(some)):  # the last bit of 0.5 + x is the last bit of an fp16 number below 2 ** -14
+        words, rounded = bits[first : first + BLOCK], out[first : first + BLOCK]
+        numbers, small = words.view(np.float32), space.view(np.uint32)
+        for i in range(len(words)):  # the last bit of 0.5 + x is the last bit of an fp16 subnormal
             space[i] = abs(numbers[i]) + np.float32(0.5)
-        for i in range(len(some)):
-            size = np.uint32(some[i] & np.uint32(0x7FFFFFFF))
+        for i in range(len(words)):
+            size = np.uint32(words[i] & np.uint32(0x7FFFFFFF))
             odd = np.uint32(size >> np.uint32(13)) & np.uint32(1)
             half = np.uint32(np.uint32(size + odd) - np.uint32((112 << 23) - 0xFFF)) >> np.uint32(13)
             half = np.uint32(half if half < np.uint32(0x7BFF) else np.uint32(0x7BFF))
             low = np.uint32(small[i] - np.uint32(126 << 23))
             half = half if size >= np.uint32(113 << 23) else low
             half = half if size <= np.uint32(0x7F800000) else np.uint32(0x7E00)
-            rounded[i] = np.uint16(half | (np.uint32(some[i] >> np.uint32(16)) & np.uint32(0x8000)))
+            rounded[i] = np.uint16(half | (np.uint32(words[i] >> np.uint32(16)) & np.uint32(0x8000)))

@@ -1,6 +1,6 @@
-"""Sums of products of packed codes with float32 numbers, in vector registers, for decode on the CPU.
+"""Dot products of packed codes with float32 numbers in vector registers, for decode on the CPU.
 
-Loops that numba vectorises by itself store every code as a float and load it again. So the innermost loop is written as
+Loops that numba vectorises by itself store every code as a float and load it again. So the innermost loop is written in
 LLVM vector operations, on eight lanes at a time (two values of g, four of t) and with up to four rows of multipliers.
 In a fragment (``layout/fragments.py``) register r and half of lane 4 g + t are
 
@@ -23,9 +23,9 @@ from numba.extending import intrinsic
 from .fragments import BITS
 from .unpack_numba import LANES, compiled
 
-ROWS = 4  # rows of multipliers at a time
-WIDTH = 8  # lanes at a time
-BLOCK = 16  # multipliers of a row and fragment, by r // 2, half and t
+ROWS = 4  # rows of multipliers per pass
+WIDTH = 8  # lanes per vector
+BLOCK = 16  # multipliers per row and fragment, by r // 2, half and t
 
 WORD, INDEX, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(WORD, WIDTH), ir.VectorType(FLOAT, WIDTH)
@@ -52,7 +52,7 @@ def _pick(builder, a, b, chosen):
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(WORD, len(chosen)), list(chosen)))
 
 
-def _at(builder, pointer, index, kind):
+def _pointer_at(builder, pointer, index, kind):
     return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
 
 
@@ -109,14 +109,14 @@ def _add(builder, bits, rows, given):
 
         def load(word):
             index = builder.add(builder.mul(word, INDEX(LANES)), column)
-            return builder.load(_at(builder, lanes, index, WORDS), align=4)
+            return builder.load(_pointer_at(builder, lanes, index, WORDS), align=4)
 
         words, high = _words(builder, bits, load, above, builder.add(first, builder.mul(loop.index, apart)))
         block = builder.add(by_first, builder.mul(loop.index, INDEX(BLOCK)))
         for number, pair in enumerate(_fields(builder, bits, words, high)):
             for row in range(rows):
                 index = builder.add(block, builder.add(builder.mul(by_stride, INDEX(row)), INDEX(4 * number)))
-                four = builder.load(_at(builder, by, index, ir.VectorType(FLOAT, 4)), align=4)
+                four = builder.load(_pointer_at(builder, by, index, ir.VectorType(FLOAT, 4)), align=4)
                 factor = _pick(builder, four, four, [0, 1, 2, 3] * 2)
                 for field, total in zip(pair, totals[row], strict=True):
                     builder.store(builder.call(multiply_add, [field, factor, builder.load(total)]), total)
@@ -126,7 +126,7 @@ def _add(builder, bits, rows, given):
         fours = builder.fadd(_pick(builder, twos, twos, range(0, 8, 2)), _pick(builder, twos, twos, range(1, 8, 2)))
         index = builder.add(sums_first, builder.mul(sums_stride, INDEX(row)))
         for r in range(2):
-            place = _at(builder, sums, builder.add(index, INDEX(8 * r)), ir.VectorType(FLOAT, 2))
+            place = _pointer_at(builder, sums, builder.add(index, INDEX(8 * r)), ir.VectorType(FLOAT, 2))
             two = _pick(builder, fours, fours, [2 * r, 2 * r + 1])
             builder.store(builder.fadd(builder.load(place, align=4), two), place, align=4)
 

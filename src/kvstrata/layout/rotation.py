@@ -11,7 +11,7 @@ import torch
 
 
 def block_of(dim: int) -> int:
-    """The width of a rotated block: the largest power of two that divides ``dim``."""
+    """Width of a rotated block: the largest power of two that divides ``dim``."""
     if dim < 1:
         raise ValueError(f"dim: expected a positive number, got {dim}")
     return dim & -dim
@@ -27,7 +27,7 @@ def hadamard(dim: int, device: torch.device | str | None = None) -> torch.Tensor
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """``x [..., D]`` rotated, in the dtype of ``x``; float64 is computed in float64, all else in float32.
+    """Rotate ``x [..., D]``; the result has the dtype of ``x``, computed in float64 for float64, else in float32.
 
     Butterflies at distance 1, 2, 4, ... block / 2, each ``(a, b) -> (a + b, a - b)`` rounded to nearest, and one
     product with ``block ** -0.5``, rounded to float32, at the end. ``rotate(rotate(x))`` is ``x`` up to rounding.

@@ -27,7 +27,7 @@ def row_bytes(bits: int, dim: int) -> int:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes ``[..., D]`` below ``2 ** bits`` -> uint8 ``[..., D * bits / 8]``."""
+    """Pack uint8 codes ``[..., D]`` below ``2 ** bits`` to uint8 ``[..., D * bits / 8]``."""
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes: expected torch.uint8, got {codes.dtype}")
     dim = _check_dim(codes.shape[-1])

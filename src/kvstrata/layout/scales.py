@@ -1,7 +1,7 @@
-"""The scales of a page: fp16, per tile of 16 tokens eight rows ``(k[g], k[g + 8], v[g], v[g + 8])``.
+"""Scales of a page: fp16, eight rows ``(k[g], k[g + 8], v[g], v[g + 8])`` per tile of 16 tokens.
 
-Lane ``4 g + t`` of the reading warp works on tokens ``g`` and ``g + 8`` of a tile, so its four scales are one 8-byte
-load, and a tile's are 64 bytes.
+Lane ``4 g + t`` of the reading warp works on tokens ``g`` and ``g + 8`` of a tile, so it loads its four scales in one
+8-byte access; a tile's scales are 64 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 4
 
 
 def pack_scales(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """fp16 scales ``k, v [..., P]`` -> uint8 ``[..., 4 P]``."""
+    """Pack fp16 scales ``k, v [..., P]`` to uint8 ``[..., 4 P]``."""
     for name, scale in (("k", k), ("v", v)):
         if scale.dtype != torch.float16:
             raise TypeError(f"{name}: expected torch.float16, got {scale.dtype}")
@@ -35,7 +35,7 @@ def unpack_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if packed.shape[-1] != BYTES_PER_TOKEN * tokens:
         raise ValueError(f"packed: expected [..., {BYTES_PER_TOKEN * tokens}], got shape {tuple(packed.shape)}")
     lead = packed.shape[:-1]
-    # A slice of a page need not be aligned for a view as fp16; a copy is.
+    # Copy, because a slice of a page may not be aligned for a view as fp16.
     raw = packed.clone(memory_format=torch.contiguous_format).view(torch.float16)
     rows = raw.reshape(*lead, tokens // TILE_TOKENS, 8, 2, 2)
     k, v = rows.movedim((-2, -4, -1, -3), (-4, -3, -2, -1)).reshape(*lead, 2, tokens).unbind(-2)

@@ -27,7 +27,7 @@ from . import fragments
 from .format import Format
 from .fragments import STEP_DIMS, TILE_TOKENS, Side
 
-# Registers 0, 2 (even) and 1, 3 (odd), both halves: their low bits, and their high bit right above.
+# Masks of registers 0, 2 (even) and 1, 3 (odd), both halves: low bits, and the high bit directly above.
 LOW_EVEN, LOW_ODD, HIGH_EVEN, HIGH_ODD = 0x00330033, 0x00CC00CC, 0x00440044, 0x01100110
 
 
@@ -111,20 +111,20 @@ def _plan(bits: int, offset: int, head_dim: int, page_tokens: int, side: Side, d
 
 
 def turn(pages: torch.Tensor, format: Format) -> torch.Tensor:
-    """The codes of ``pages`` uint8 ``[G, M, bytes]`` as int32 ``[G, words, M]``."""
+    """Transpose the codes of ``pages`` uint8 ``[G, M, bytes]`` to int32 ``[G, words, M]``."""
     return pages[:, :, : format.scale_offset].view(torch.int32).transpose(1, 2).contiguous()
 
 
-def _pick(words: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``words [G, n, M]`` -> ``[G, *shape, M]``."""
+def _select(words: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Select rows of ``words [G, n, M]`` into ``[G, *shape, M]``."""
     return words.index_select(1, rows).view(words.shape[0], *shape, words.shape[2])
 
 
 def _join(plan: _Plan, low: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """The two planes of 3-bit codes as fields of three bits, at 2 r + 16 half of a word for even or odd r."""
+    """Join the two planes of 3-bit codes into fields of three bits, at bit 2 r + 16 half, with even and odd r apart."""
     assert plan.high is not None
     rows, turn, back, kept, low_shift, low_mask, high_mask = plan.high
-    word = _pick(words, rows, plan.shape)
+    word = _select(words, rows, plan.shape)
     high = (word >> turn).bitwise_and_(kept)  # a rotation: bits that the sign filled are cleared,
     high.bitwise_or_(word << back)  # bits shifted out are inserted (none for a rotation by 0: back is 32)
     joined = torch.empty(words.shape[0], *plan.joined, words.shape[2], dtype=torch.int32, device=words.device)
@@ -136,7 +136,7 @@ def unpack(words: torch.Tensor, format: Format, side: Side) -> torch.Tensor:
     """Codes of one side of pages that `turn` transposed: float32 ``[G, D, P * M]`` in the order above."""
     bits, offset = (format.k_bits, format.k_offset) if side == "k" else (format.v_bits, format.v_offset)
     plan = _plan(bits, offset, format.head_dim, format.page_tokens, side, words.device)
-    picked = _pick(words, plan.rows, plan.shape)
+    picked = _select(words, plan.rows, plan.shape)
     if bits == 3:
         picked = _join(plan, picked, words)
     groups, _, pages = words.shape
@@ -156,14 +156,14 @@ def dims(head_dim: int, side: Side) -> torch.Tensor:
 
 
 def k_order(x: torch.Tensor) -> torch.Tensor:
-    """``[.., M, P]`` by natural token -> ``[.., P * M]`` in the order of K's codes."""
+    """Reorder ``[.., M, P]`` from token order to ``[.., P * M]`` in the order of K's codes."""
     *lead, pages, tokens = x.shape
     tiled = x.reshape(*lead, pages, tokens // TILE_TOKENS, 2, 8)
     return tiled.movedim((-2, -3, -1, -4), (-4, -3, -2, -1)).reshape(*lead, tokens * pages)
 
 
 def v_order(x: torch.Tensor, pages: int) -> torch.Tensor:
-    """``[.., P * M]`` from the order of K's codes to that of V's."""
+    """Reorder ``[.., P * M]`` from the order of K's codes to that of V's."""
     *lead, n = x.shape
     split = x.view(*lead, 2, n // pages // TILE_TOKENS, 4, 2, pages)  # r % 2 of K is r // 2 of V; g is 2 t + half
     return split.movedim(-2, -5).reshape(*lead, n)

@@ -22,7 +22,7 @@ compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"re
 
 @compiled
 def lanes_of(words, count, lanes):
-    """Sort ``words`` of one side of a page by lane: ``lanes [count, 32]`` are the ``count`` words of every lane."""
+    """Sort ``words`` of one side of a page by lane into ``lanes [count, 32]``, ``count`` words per lane."""
     whole = count // 4 * 4
     for chunk in range(0, whole, 4):
         source = words[chunk * LANES : (chunk + 4) * LANES]
@@ -45,7 +45,7 @@ def lanes_of(words, count, lanes):
 
 @compiled
 def page_buffers(page_tokens, dim):
-    """Scratch of one page: bits of plain rows, words by lane, bits of scales."""
+    """Scratch buffers for one page: bits of plain rows, words by lane, bits of scales."""
     lanes = np.empty((page_tokens // 8 * (dim // 16), LANES), np.uint32)
     return np.empty(page_tokens * dim, np.uint32), lanes, np.empty(2 * page_tokens, np.uint32)
 
@@ -57,7 +57,7 @@ def scales_of(words, halves, start, side, bits, out):
     See ``layout/scales.py``.
     """
     both = bits.view(np.float32)
-    kind = np.int64(FLOAT16)  # a literal would be a type, and `floats` compiled once more
+    kind = np.int64(FLOAT16)  # a literal would compile another specialisation of `floats`
     floats(words, halves, start, len(both), kind, bits, both)
     for tile in range(len(out) // 16):
         rows, own = both[32 * tile + 2 * side : 32 * tile + 32], out[16 * tile : 16 * tile + 16]
@@ -75,7 +75,7 @@ def powers_of_two(exponents, out):
 
 @compiled
 def rotate(x, block):
-    """`layout.rotation.rotate` of float32 rows ``[n, D]``, in place."""
+    """Rotate float32 rows ``[n, D]`` in place, as `layout.rotation.rotate`."""
     rows, dim = x.shape
     shrink, distance = np.float32(1) / np.sqrt(np.float32(block)), 1
     while distance < block:
@@ -93,7 +93,7 @@ def rotate(x, block):
 
 @compiled
 def floats(words, halves, start, n, kind, bits, out):
-    """``n`` numbers of a kind from byte ``start`` on, into ``out``; ``bits`` is the same memory as uint32."""
+    """Convert ``n`` numbers of a kind from byte ``start`` on into ``out``; ``bits`` is ``out`` viewed as uint32."""
     if kind == FLOAT32:
         source = words[start // 4 : start // 4 + n]
         for i in range(len(source)):
@@ -104,7 +104,7 @@ def floats(words, halves, start, n, kind, bits, out):
         for i in range(len(short)):
             bits[i] = np.uint32(short[i]) << np.uint32(16)
         return
-    for i in range(len(short)):  # a float32 with these bits has an exponent that is too small by a constant
+    for i in range(len(short)):  # as a float32, these bits have an exponent that is too small by a constant
         half = np.uint32(short[i])
         bits[i] = np.uint32(
             ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))

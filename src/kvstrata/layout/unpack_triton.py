@@ -1,4 +1,4 @@
-"""A page in Triton: its address, codes by (token, dim), scales, and the rotation in registers."""
+"""Reading pages in Triton: addresses, codes by (token, dim), scales, and the rotation in registers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _word(code_ptr, word, lane, live, WORDS: tl.constexpr):
 @triton.jit
 def load_levels(code_ptr, token, dim, live, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
                 IS_K: tl.constexpr):  # fmt: skip
-    """Mid-rise levels, float32, of values (token of the page, dim) in any shape that the two broadcast to."""
+    """Mid-rise levels, float32, of the values at (token of the page, dim), in the shape that these broadcast to."""
     STEPS: tl.constexpr = DIM // 16
     FRAGMENTS: tl.constexpr = STEPS * TOKENS // 16
     PAIRS: tl.constexpr = (FRAGMENTS + 1) // 2
@@ -100,7 +100,7 @@ def page_levels(code_ptr, BITS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.cons
 
 
 def whole_pages(dim: int, page_tokens: int, widths: Iterable[int]) -> bool:
-    """True if `page_levels` supports such pages: axes are powers of two, and planes are whole chunks of 16 bytes."""
+    """True if `page_levels` supports such pages: dims are powers of two, and planes are whole 16-byte chunks."""
     fragments = dim // 16 * page_tokens // 16
     least = {8: 2, 4: 4, 3: 16, 2: 8}
     return dim >= 64 and dim & (dim - 1) == 0 and all(fragments >= least[bits] for bits in widths)
@@ -108,7 +108,7 @@ def whole_pages(dim: int, page_tokens: int, widths: Iterable[int]) -> bool:
 
 @triton.jit
 def page_address(pointers_ptr, handle, units):
-    """Addresses of pages by handle, as int64; handle 0 may always be looked up."""
+    """Addresses of pages by handle, int64; handle 0 is always valid."""
     handle = handle.to(tl.int64)
     return tl.load(pointers_ptr + handle // units) + handle % units * UNIT
 
@@ -127,7 +127,7 @@ def load_factors(exponents_ptr, mask):
 
 @triton.jit
 def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
-    """float32 scales of K (SIDE 0) or V (1) of tokens of the page; 0 where not live, whatever is there."""
+    """float32 scales of K (SIDE 0) or V (1) of tokens of the page; 0 where not live."""
     return tl.load(scale_ptr + scale_index(token, SIDE), mask=live, other=0.0).to(tl.float32)
 
 
@@ -144,7 +144,7 @@ def rotate_rows(x, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def widen(x, MANTISSA: tl.constexpr):
-    """float32 from rows as they are stored: 16 or 32 bit, or bytes of e5m2 (MANTISSA 2) or e4m3 (3)."""
+    """Convert stored rows to float32: 16 or 32 bit, or bytes of e5m2 (MANTISSA 2) or e4m3 (3)."""
     if MANTISSA == 0:
         return x.to(tl.float32)
     bits = x.to(tl.uint16)

@@ -1,4 +1,4 @@
-"""Rows of K and V to codes and back: reference, Triton and CUDA."""
+"""Quantisation of K and V rows to codes and back: reference, Triton and CUDA."""
 
 from .reference import Packed, dequantize, quantize
 

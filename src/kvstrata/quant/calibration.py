@@ -22,14 +22,14 @@ import torch
 
 KIND = "kvstrata.calibration"
 VERSION = 1
-MOST = 8
-LARGEST = 2.0**MOST  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
+MAX_EXPONENT = 8
+LARGEST = 2.0**MAX_EXPONENT  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
 TINY = 1e-12  # relative to the largest mean square of a head: lower channels are raised to it
 
 
 def _check(name: str, x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a contiguous float32 ``[kv_heads, head_dim]``; TypeError or ValueError for anything else."""
+    """Return ``x`` contiguous; TypeError or ValueError unless it is float32 ``[kv_heads, head_dim]``."""
     if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
         raise TypeError(f"{name}: expected a float32 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() != 2 or not x.numel():
@@ -223,11 +223,11 @@ def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
     """
     if not pairs:
         return x
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
-        mean = turned.unflatten(-1, (pairs, 2)).mean(-1).repeat_interleave(2, -1)
+        mean = rotated.unflatten(-1, (pairs, 2)).mean(-1).repeat_interleave(2, -1)
     else:
-        mean = turned.unflatten(-1, (2, pairs)).mean(-2).repeat(*[1] * (x.dim() - 1), 2)
+        mean = rotated.unflatten(-1, (2, pairs)).mean(-2).repeat(*[1] * (x.dim() - 1), 2)
     return torch.cat([mean, rest], -1)
 
 
@@ -257,4 +257,4 @@ def pair_balance(
     k, q = (torch.maximum(x, TINY * x.amax(-1, keepdim=True).clamp(min=1e-30)) for x in (k, q))
     power = (k / q).log2() / 4
     power = (power - power.mean(-1, keepdim=True)).round()
-    return power.clamp(-MOST, MOST).exp2().float()
+    return power.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().float()

@@ -14,6 +14,7 @@ import torch
 
 from kvstrata import jit
 from kvstrata.backends import BACKENDS, missing
+from kvstrata.checks import fail
 from kvstrata.layout import Format, fragments
 from kvstrata.layout.format import MAX_TIERS, UNIT
 
@@ -23,7 +24,7 @@ from .job import Job
 SOURCE = Path(__file__).with_name("quantize.cu")
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
-# bytes; the number of pages; bits of K and V, offsets of V and scales in the tiers that codes come from.
+# bytes; number of pages; per tier that codes come from: bits of K and V, offsets of V and of the scales.
 PARAMS = struct.Struct(f"9Q2q3i{4 * MAX_TIERS}i4x")
 # Fraction of the resident warps per round, by maximum head_dim: with less than one, K and V run concurrently, if the
 # machine code of both fits the instruction cache.
@@ -34,7 +35,7 @@ ROW_BYTES = 16  # alignment of rows: one access of a thread
 
 
 def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> str:
-    """The template instantiation for a format and the dtype of the rows; ``by_address``: see whole_pages.py."""
+    """Template instantiation for a format and the dtype of the rows; ``by_address``: see whole_pages.py."""
     widths = f"{format.k_bits}, {format.v_bits}, {format.page_tokens}"
     index = ", long long" if by_address else ""
     return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}{index}>"
@@ -61,53 +62,49 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     return jit.Launch(kernel, (warps * tiles, 1 + rounds), 32, params, shared=shared)
 
 
-def _fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> None:
-    raise error(f"{argument}: expected {expected}, got {given}")
-
-
 def _check(job: Job) -> None:
     k, v, pool, pages, source, heads, format, centre, centres = job
     if format.plain:
-        _fail("format", "a quantised format", format.name)
+        fail("format", "a quantised format", format.name)
     if k.dim() != 3 or k.shape[2] != format.head_dim:
-        _fail("k", f"[tokens, heads, {format.head_dim}]", f"shape {tuple(k.shape)}")
+        fail("k", f"[tokens, heads, {format.head_dim}]", f"shape {tuple(k.shape)}")
     if v.shape != k.shape:
-        _fail("v", f"shape {tuple(k.shape)} as k", tuple(v.shape))
+        fail("v", f"shape {tuple(k.shape)} as k", tuple(v.shape))
     if k.dtype not in CXX:
-        _fail("k", "float32, float16 or bfloat16", k.dtype, TypeError)
+        fail("k", "float32, float16 or bfloat16", k.dtype, TypeError)
     if v.dtype != k.dtype:
-        _fail("v", f"{k.dtype} as k", v.dtype, TypeError)
+        fail("v", f"{k.dtype} as k", v.dtype, TypeError)
     for name, x in (("k", k), ("v", v)):
         if x.stride(2) != 1:
-            _fail(name, "an inner stride of 1", x.stride(2))
+            fail(name, "an inner stride of 1", x.stride(2))
     if pool.dtype != torch.uint8:
-        _fail("pool", "torch.uint8", pool.dtype, TypeError)
+        fail("pool", "torch.uint8", pool.dtype, TypeError)
     if pool.dim() != 1 or not pool.is_contiguous() or pool.numel() % UNIT:
-        _fail("pool", f"a contiguous run of bytes, a multiple of {UNIT}", f"shape {tuple(pool.shape)}")
+        fail("pool", f"a contiguous run of bytes, a multiple of {UNIT}", f"shape {tuple(pool.shape)}")
     if pages.dim() != 1:
-        _fail("pages", "[n]", f"shape {tuple(pages.shape)}")
+        fail("pages", "[n]", f"shape {tuple(pages.shape)}")
     n = pages.shape[0]
     shapes = {"source": (source, (n, format.page_tokens)), "heads": (heads, (n,))}
     if (centre is None) != (centres is None):
-        _fail("centres", "centre and centres given together, or neither", None)
+        fail("centres", "centre and centres given together, or neither", None)
     if centre is not None and centres is not None:
         if not format.centre:
-            _fail("centre", f"None for {format.name} with centre=False", "a tensor")
+            fail("centre", f"None for {format.name} with centre=False", "a tensor")
         if centre.dtype != torch.float32 or centre.dim() != 2 or centre.shape[1] != format.head_dim:
-            _fail("centre", f"float32 [rows, {format.head_dim}]", f"{centre.dtype} of shape {tuple(centre.shape)}")
+            fail("centre", f"float32 [rows, {format.head_dim}]", f"{centre.dtype} of shape {tuple(centre.shape)}")
         shapes["centres"] = (centres, (n,))
     for name, (tensor, shape) in shapes.items():
         if tuple(tensor.shape) != shape:
-            _fail(name, f"shape {shape}", tuple(tensor.shape))
+            fail(name, f"shape {shape}", tuple(tensor.shape))
     for name, tensor in [("pages", pages), *((name, tensor) for name, (tensor, _) in shapes.items())]:
         if tensor.dtype != torch.int32:
-            _fail(name, "torch.int32", tensor.dtype, TypeError)
+            fail(name, "torch.int32", tensor.dtype, TypeError)
         if not tensor.is_contiguous():
-            _fail(name, "a contiguous tensor", f"strides {tuple(tensor.stride())}")
+            fail(name, "a contiguous tensor", f"strides {tuple(tensor.stride())}")
     others = {"k": k, "v": v, "pages": pages, "source": source, "heads": heads, "centre": centre, "centres": centres}
     for name, given in others.items():
         if given is not None and given.device != pool.device:
-            _fail(name, f"a tensor on {pool.device}, where pool is", given.device)
+            fail(name, f"a tensor on {pool.device}, where pool is", given.device)
 
 
 def quantize_pages(
@@ -147,7 +144,7 @@ def quantize_pages(
         >>> quantize_pages(k, v, pool, zero, torch.arange(64, dtype=torch.int32).view(1, 64), zero, format)
     """
     if backend not in BACKENDS:
-        _fail("backend", f"one of {BACKENDS}", repr(backend))
+        fail("backend", f"one of {BACKENDS}", repr(backend))
     job = Job(k, v, pool, pages, source, heads, format, centre, centres)
     _check(job)
     if backend == "auto":
@@ -165,7 +162,7 @@ def quantize_pages(
     else:
         if not _aligned(k, v, pool):
             expected = f"rows and pool aligned to {ROW_BYTES} bytes, strides below 2 GiB, for cuda"
-            _fail("backend", expected, "others; use backend='triton'")
+            fail("backend", expected, "others; use backend='triton'")
         _cuda(job)
 
 
@@ -201,7 +198,7 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
 
 
 def centre_rows(centre: torch.Tensor) -> torch.Tensor:
-    """Centres contiguous and aligned for the kernel."""
+    """Centres as a contiguous tensor that is aligned for the kernel."""
     rows = centre.contiguous()
     return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
 

@@ -177,7 +177,7 @@ def dequantize_page(
 def restore(
     k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows from `dequantize_page` back in the model's space: undoes the rotation and adds K's centre if given."""
+    """Transform rows of `dequantize_page` to the model's space: undo the rotation, add K's centre if given."""
     if format.rotate:
         k, v = rotation.rotate(k), rotation.rotate(v)
     return (k if centre is None else (k + centre).to(k.dtype)), v

@@ -2,13 +2,14 @@
 
 ::
 
-    dst [D0, D1]   +--------------+-------+      covered: row < live rows and column < the row's length
-                   |  src [n0, n1]| fill  |      everything else gets the fill, if one is given
+    dst [D0, D1]   +--------------+-------+      copied: row < live rows and column < the row's length
+                   |  src [n0, n1]| fill  |      everything else gets the fill value, if given
                    +--------------+       |
                    |         fill         |
                    +----------------------+
 
-Kernels see three dimensions of bytes (``Move``): a 1-D copy is one row, and dimensions contiguous on both sides merge.
+Kernels see three dimensions of bytes (``Move``): a 1-D copy is one row, and dimensions that are contiguous on both
+sides are merged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Numbers of the dtypes between which the kernels can cast.
+# Ids of the dtypes between which the kernels can cast.
 KINDS = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -65,7 +66,7 @@ class Bound:
 
 
 class Signature(NamedTuple):
-    """Everything about a tensor that a kernel depends on, except its address."""
+    """Properties of a tensor that a kernel depends on, except its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -104,7 +105,7 @@ class Move:
 
 
 def fill_bits(value: float | int | bool, dtype: torch.dtype) -> int:
-    """A value of at most 8 bytes as a 64-bit pattern, repeated to fill it."""
+    """64-bit pattern of a value of at most 8 bytes, repeated to fill it."""
     raw = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy().tobytes()
     return struct.unpack("<Q", raw * (8 // len(raw)))[0]
 
@@ -136,7 +137,7 @@ def shape(tensor: torch.Tensor) -> list[int]:
 
 
 class Names(NamedTuple):
-    """Names of a copy's source and target in errors; ``casts`` if the caller has a cast argument."""
+    """Names of a copy's source and target in errors; ``casts``: whether the caller has a cast argument."""
 
     source: str
     target: str
@@ -204,7 +205,7 @@ def move_of(source: Signature, target: Signature, fill: Fill, bounded: bool) -> 
     """The kernels' view of a checked copy."""
     filled = fill is not None
     inner, outer = source.dtype.itemsize, target.dtype.itemsize
-    # size, extent, source stride, target stride; the stride of a single step is never used, so 0 keeps it aligned.
+    # size, extent, source stride, target stride; strides of dimensions of size 1 are unused, and 0 keeps them aligned.
     dims = [
         (n, most if filled else n, s * inner if n > 1 else 0, t * outer if (most if filled else n) > 1 else 0)
         for n, most, s, t in zip(source.shape, target.shape, source.stride, target.stride, strict=True)
@@ -248,12 +249,12 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
 
 
 def _three(dims: Sequence[Dim], inner: int, outer: int) -> tuple[Three, Three, Three, Three]:
-    """Pad to three dimensions; the innermost stride is always set, since vector accesses depend on it."""
+    """Pad to three dimensions; the innermost stride is always set, because vector accesses depend on it."""
     n, extent, source, target = dims[-1] if dims else (1, 1, 0, 0)
     last = (n, extent, source or inner if n <= 1 else source, target or outer if extent <= 1 else target)
     above = list(dims[:-1])
-    one = (1, 1, 0, 0)
-    first = above[0] if above else one
-    second = above[1] if len(above) > 1 else one
+    unit = (1, 1, 0, 0)
+    first = above[0] if above else unit
+    second = above[1] if len(above) > 1 else unit
     columns: Any = tuple(zip(first, second, last, strict=True))
     return columns

@@ -36,7 +36,7 @@ def entry_of(copies: int, casts: bool, staged: bool) -> str:
 
 
 def blocks_of(move: Move) -> int:
-    """Blocks that share the bytes of a copy."""
+    """Number of blocks for a copy."""
     return -(-move.elements * move.itemsize // BLOCK_BYTES)
 
 
@@ -58,7 +58,7 @@ def pack(
 
 
 def empty_params(room: int, stage: bytes | None) -> bytes:
-    """struct Params without a copy."""
+    """Bytes of struct Params without copies."""
     firsts = struct.pack(f"<{room}I", *(NO_BLOCK,) * room)
     return bytes(8 * room) + (stage or bytes(STAGE.size)) + NOTHING * room + firsts
 
@@ -84,7 +84,7 @@ class Copies:
         self.grid = 0
 
     def tail(self, descriptors: Sequence[bytes], blocks: Sequence[int]) -> tuple[bytes, int]:
-        """Bytes of the parameters after pointers and stage (descriptors, first blocks), and the grid."""
+        """Parameter bytes after the pointers and the stage (descriptors, first blocks), and the grid."""
         *first, grid = accumulate(blocks, initial=0)
         empty = self.room - len(descriptors)
         firsts = struct.pack(f"<{self.room}I", *first, *(NO_BLOCK,) * empty)

@@ -1,4 +1,4 @@
-"""``GraphRunner``: a step captured once for each batch size, replayed with padding.
+"""``GraphRunner``: captures a step once per batch size and replays it with padding.
 
 ::
 
@@ -33,7 +33,9 @@ Step = Callable[..., Any]
 Input = torch.Tensor | tuple[Sequence[int], torch.dtype]
 
 
-def arena(specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> dict[str, torch.Tensor]:
+def allocate_together(
+    specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Zeroed buffers in one allocation of torch's stream-ordered allocator, each aligned to 256 bytes."""
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in specs.items()}
     offsets, total = {}, 0
@@ -178,29 +180,29 @@ class GraphRunner:
 
     def _capture(self, size: int) -> Captured:
         parts = {name: buffer[: size + self._extra[name]] for name, buffer in self.buffers.items()}
-        one = Captured(size, parts, self._filler(parts))
+        captured = Captured(size, parts, self._filler(parts))
         if self.device.type != "cuda":
-            return one
+            return captured
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
-            self._warm_up(one)
+            self._warm_up(captured)
             before = torch.cuda.mem_get_info()[0]
-            one.graph = torch.cuda.CUDAGraph()
+            captured.graph = torch.cuda.CUDAGraph()
             try:
-                with no_collection(), torch.cuda.graph(one.graph, pool=self.pool, capture_error_mode="thread_local"):
-                    one.outputs = self._body(one)
+                with gc_disabled(), torch.cuda.graph(captured.graph, pool=self.pool, capture_error_mode="thread_local"):
+                    captured.outputs = self._body(captured)
             except Exception as error:
-                _leave_capture(self.device)
+                _reset_capture_state(self.device)
                 raise RuntimeError(
                     f"step: size {size} cannot be captured. Under capture a step may not wait for the GPU (.item(), "
                     f".cpu(), printing, a branch on a tensor), copy from memory that is not pinned, or allocate "
                     f"other than through torch; the error was: {error}"
                 ) from error
-            one.memory = max(before - torch.cuda.mem_get_info()[0], 0)
-        return one
+            captured.memory = max(before - torch.cuda.mem_get_info()[0], 0)
+        return captured
 
-    def _warm_up(self, one: Captured) -> None:
+    def _warm_up(self, captured: Captured) -> None:
         """Run the step on padding rows only, so that it does not write live memory."""
-        for name, part in one.inputs.items():
+        for name, part in captured.inputs.items():
             value = self.fill[name]
             if value is not None:
                 part.fill_(0 if isinstance(value, str) else value)
@@ -208,7 +210,7 @@ class GraphRunner:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(self.warmup):
-                self._body(one)
+                self._body(captured)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
 
@@ -225,19 +227,19 @@ class GraphRunner:
         rows = [Bound(self._live, extra=self._extra[name]) for name in parts]
         return CopyPlan(list(parts.values()), sources, fill=fills, rows=rows, backend=backend_of(self.fused)).run
 
-    def _body(self, one: Captured) -> Any:
-        """Body of a graph: the step, preceded by the copy of its inputs if that is a node."""
-        if self.staging != "copy" and one.fill is not None:
-            one.fill()
-        return self.step(**one.inputs)
+    def _body(self, captured: Captured) -> Any:
+        """Body of a graph: the copy of the inputs if it is a node, then the step."""
+        if self.staging != "copy" and captured.fill is not None:
+            captured.fill()
+        return self.step(**captured.inputs)
 
     def __call__(self, **tensors: torch.Tensor) -> Any:
         batch = self._batch(tensors)
-        one = self._of(batch)
+        captured = self._captured_for(batch)
         given = [tensors[name] for name in self.buffers]
         if self.staging == "copy":
-            if one.fill is not None:
-                one.fill(given)
+            if captured.fill is not None:
+                captured.fill(given)
         elif self._stage is not None:
             self._check_staged(given)
             self._stage.write(given)
@@ -246,7 +248,7 @@ class GraphRunner:
                 check_source(tensor, self.staged[names.source], False, names)
             for name, tensor in tensors.items():
                 staged, value = self.staged[name], self.fill[name]
-                # Columns that this step does not provide; "last" is 1-D only and has none.
+                # Fill columns that this step does not provide; "last" applies only to 1-D inputs, which have none.
                 if isinstance(value, (int, float)) and tensor.shape[1:] != staged.shape[1:]:
                     staged[: tensor.shape[0]].fill_(value)
                 staged[tuple(slice(0, n) for n in tensor.shape)].copy_(tensor)
@@ -258,16 +260,16 @@ class GraphRunner:
         Raises ValueError if ``batch`` is larger than the largest size, and RuntimeError if nothing was captured or a
         tensor has moved.
         """
-        one = self._of(batch)
+        captured = self._captured_for(batch)
         if self._live is not None and self._live_batch != batch:
             self._live.fill_(batch)
             self._live_batch = batch
         self._check_moved()
-        if one.graph is None:
-            one.outputs = self._body(one)
+        if captured.graph is None:
+            captured.outputs = self._body(captured)
         else:
-            one.graph.replay()
-        return _cut(one.outputs, one.size, batch)
+            captured.graph.replay()
+        return _live_rows(captured.outputs, captured.size, batch)
 
     def _batch(self, tensors: Mapping[str, torch.Tensor]) -> int:
         if tensors.keys() != self.buffers.keys():
@@ -288,14 +290,14 @@ class GraphRunner:
         return batch
 
     def _check_staged(self, given: Sequence[torch.Tensor]) -> None:
-        """Raise ValueError for narrower rows of three dimensions, which pinned memory cannot hold."""
+        """Raise ValueError for 3-D tensors with smaller inner dimensions, which staging memory does not support."""
         for (name, _, _), tensor in zip(self._names, given, strict=True):
             buffer = self.buffers[name]
             if tensor.dim() == buffer.dim() == 3 and tensor.shape[1:] != buffer.shape[1:]:
                 _, rows, columns = buffer.shape
                 raise ValueError(f"{name}: expected shape [batch, {rows}, {columns}], got {shape(tensor)}")
 
-    def _of(self, batch: int) -> Captured:
+    def _captured_for(self, batch: int) -> Captured:
         if not self._by_size:
             raise RuntimeError("runner: expected capture() before the first call")
         if not 0 <= batch <= self.sizes[-1]:
@@ -338,25 +340,25 @@ def _buffers(inputs: Mapping[str, Input], device: torch.device | str | None) -> 
         if not given:
             raise ValueError("device: expected one, since no input is a tensor, got None")
         device = next(iter(given.values())).device
-    allocated = arena(specs, torch.device(device)) if specs else {}
+    allocated = allocate_together(specs, torch.device(device)) if specs else {}
     return {name: given[name] if name in given else allocated[name] for name in inputs}
 
 
-def _cut(outputs: Any, size: int, batch: int) -> Any:
+def _live_rows(outputs: Any, size: int, batch: int) -> Any:
     """Outputs sliced to the live rows, if dimension 0 is the padded batch."""
     if isinstance(outputs, torch.Tensor):
         return outputs[:batch] if outputs.dim() and outputs.shape[0] == size and batch != size else outputs
     if isinstance(outputs, dict):
-        return {name: _cut(value, size, batch) for name, value in outputs.items()}
+        return {name: _live_rows(value, size, batch) for name, value in outputs.items()}
     if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(_cut(value, size, batch) for value in outputs))
+        return type(outputs)(*(_live_rows(value, size, batch) for value in outputs))
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)(_cut(value, size, batch) for value in outputs)
+        return type(outputs)(_live_rows(value, size, batch) for value in outputs)
     return outputs
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable garbage collection: finalizers may free device memory, which ends a capture, and take time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -367,7 +369,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _leave_capture(device: torch.device) -> None:
+def _reset_capture_state(device: torch.device) -> None:
     """Run an empty capture: after a failed one torch still treats its generator as captured."""
     nothing = torch.zeros((), device=device)
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -13,12 +13,12 @@ ALIGN = 256  # bytes
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of `ALIGN`."""
+    """Round up to a multiple of `ALIGN`."""
     return ALIGN * -(-nbytes // ALIGN)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte and the one past the last; equal when there are no elements."""
+    """Address of the first byte, and the one past the last; equal if there are no elements."""
     first = tensor.data_ptr()
     if tensor.numel() == 0:
         return first, first
@@ -41,7 +41,7 @@ def runs(tensor: torch.Tensor) -> np.ndarray:
     return np.stack([starts, starts + length * tensor.itemsize], axis=1)
 
 
-def folds(tensor: torch.Tensor) -> bool:
+def self_overlaps(tensor: torch.Tensor) -> bool:
     """True if two elements of the tensor share memory."""
     end = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):

@@ -176,13 +176,13 @@ class PrecomputedMetadata:
             if target is None:
                 raise ValueError(f"{name}: expected None as in the buffers, got a tensor of shape {shape(source)}")
             if name in OFFSETS:
-                target, source = self._past_zero(name, target), _offsets(source, NSA_NAMES[name].source)[1:]
+                target, source = self._without_zero(name, target), _offsets(source, NSA_NAMES[name].source)[1:]
             names.append(NSA_NAMES[name])
             targets.append(target)
             sources.append(source)
         _plan_of(targets, names, backend_of(fused)).run(sources)
 
-    def _past_zero(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+    def _without_zero(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """``buffer[1:]`` as one object, since plans are keyed by their tensor objects."""
         kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_offsets", {})
         if name not in kept or kept[name][0] is not buffer:

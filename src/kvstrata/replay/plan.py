@@ -33,7 +33,7 @@ from .copies import (
     names_of,
     shape,
 )
-from .memory import folds, overlap, span
+from .memory import overlap, self_overlaps, span
 
 REMEMBERED = 4096
 Source = torch.Tensor | None
@@ -48,7 +48,7 @@ class Described:
 
     def __init__(self, move: Move, packed: bytes = b"") -> None:
         self.move, self.packed = move, packed
-        self.safe: set[int] = set()  # addresses at which such a source overlaps no buffer
+        self.safe: set[int] = set()  # addresses that were checked not to overlap any buffer
 
 
 class KnownSources:
@@ -56,12 +56,12 @@ class KnownSources:
 
     def __init__(self, copies: list[Described | None]) -> None:
         self.copies = copies
-        self.guard: Callable[..., bool] = lambda *given: False  # stays so while a source is None
+        self.guard: Callable[..., bool] = lambda *given: False  # not replaced if a source is None
         self.seen: set[Addresses] = set()
         self.prepared: Any = None
 
 
-def _spread(value: Any, count: int, name: str) -> list[Any]:
+def _per_copy(value: Any, count: int, name: str) -> list[Any]:
     """Expand one value for all copies to one for each."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
@@ -72,7 +72,7 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
 
 def _bounds(value: Any, count: int, name: str) -> list[Bound | None]:
     out: list[Bound | None] = []
-    for i, bound in enumerate(_spread(value, count, name)):
+    for i, bound in enumerate(_per_copy(value, count, name)):
         if bound is None or isinstance(bound, Bound):
             out.append(bound)
         elif isinstance(bound, torch.Tensor):
@@ -131,19 +131,19 @@ class CopyPlan:
         check_list(dst, "dst")
         self.dst = tuple(dst)
         count = len(self.dst)
-        self.names = names_of(count, casts=True)  # for errors; a runner sets its own
+        self.names = names_of(count, casts=True)  # for errors; `GraphRunner` sets its own
         check_buffers(self.dst, self.names)
-        self.fill = _spread(fill, count, "fill")
+        self.fill = _per_copy(fill, count, "fill")
         self.rows, self.lengths = _bounds(rows, count, "rows"), _bounds(lengths, count, "lengths")
-        self.cast = [bool(value) for value in _spread(cast, count, "cast")]
+        self.cast = [bool(value) for value in _per_copy(cast, count, "cast")]
         self.device = self.dst[0].device if self.dst else torch.device("cpu")
         self.backend = resolve(backend, self.device) if self.dst or backend not in BACKENDS else "reference"
         self.addresses = tuple(t.data_ptr() for t in self.dst)
         self._targets = [Signature.of(t) for t in self.dst]
         self._spans = sorted((*span(t), i) for i, t in enumerate(self.dst) if t.numel())
         self._starts = [first for first, _, _ in self._spans]
-        # If spans are disjoint, only the last one that begins before the end of a tensor can overlap it.
-        self._apart = all(end <= start for (_, end, _), (start, _, _) in pairwise(self._spans))
+        # If spans are disjoint, only the last one that starts before the end of a tensor can overlap it.
+        self._disjoint = all(end <= start for (_, end, _), (start, _, _) in pairwise(self._spans))
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
             self._check_bounds(i)
@@ -172,7 +172,7 @@ class CopyPlan:
                 raise ValueError(f"lengths[{i}]: expected None for a 3-D copy, got one for {shape(buffer)}")
             check_bound(lengths, f"lengths[{i}]", self.device, 0 if buffer.dim() == 2 else None)
         for name, bound in (("rows", rows), ("lengths", lengths)):
-            if bound is not None and (other := self._written(bound.tensor)) is not None:
+            if bound is not None and (other := self._overlapped(bound.tensor)) is not None:
                 raise ValueError(f"{name}[{i}]: expected memory that no copy writes, got some of dst[{other}]")
 
     def _kernels(self) -> list[Any]:
@@ -205,7 +205,7 @@ class CopyPlan:
         if known is not None and len(src) == len(self.dst) and known.guard(*src):
             addresses = tuple(map(DATA_PTR, src))  # type: ignore[arg-type]
             if addresses in known.seen:
-                # Fast path of almost every run, inlined: its cost adds to that of the launch.
+                # Fast path of almost every run, inlined because it adds to the cost of the launch.
                 if self._single is not None and self._loaded is known:
                     self._single.write(self._single.params, 0, *addresses)
                     self._loaded_addresses = addresses
@@ -276,7 +276,7 @@ class CopyPlan:
         copy_triton.launch(*tables[addresses])
 
     def _kernel_bounds(self, i: int) -> tuple[Bound | None, int, Bound | None]:
-        """Lengths, their stride in bytes, rows. A 1-D copy is one row to the kernel: its ``rows`` are its length."""
+        """Lengths, their stride in bytes, rows. For the kernel a 1-D copy is one row, so its ``rows`` are a length."""
         rows, lengths = self.rows[i], self.lengths[i]
         if self.dst[i].dim() < 2:
             return rows or lengths, 0, None
@@ -337,11 +337,11 @@ class CopyPlan:
         self._described[i][look] = described
         return described
 
-    def _written(self, tensor: torch.Tensor) -> int | None:
-        """The first buffer that shares memory with ``tensor``."""
+    def _overlapped(self, tensor: torch.Tensor) -> int | None:
+        """Index of the first buffer that shares memory with ``tensor``, or None."""
         first, end = span(tensor)
         k = bisect.bisect_left(self._starts, end)
-        for start, stop, i in self._spans[max(k - 1, 0) if self._apart else 0 : k]:
+        for start, stop, i in self._spans[max(k - 1, 0) if self._disjoint else 0 : k]:
             if stop > first and start < end and overlap(tensor, self.dst[i]):
                 return i
         return None
@@ -350,7 +350,7 @@ class CopyPlan:
         if source.numel():
             name = self.names[i].source
             _check_aligned(source, name)
-            if (other := self._written(source)) is not None:
+            if (other := self._overlapped(source)) is not None:
                 raise ValueError(f"{name}: expected memory that no copy writes, got some of {self.names[other].target}")
 
 
@@ -360,20 +360,23 @@ def _check_aligned(tensor: torch.Tensor, name: str) -> None:
 
 
 def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
-    """Check the targets of copies: tensors of up to three dimensions, on one device, without overlap."""
-    called = [name.target for name in names]
+    """Check the buffers of a plan: tensors of up to three dimensions, on one device, without overlap."""
+    target_names = [name.target for name in names]
     for i, buffer in enumerate(dst):
         if not isinstance(buffer, torch.Tensor):
-            raise TypeError(f"{called[i]}: expected a tensor, got {type(buffer).__name__}")
+            raise TypeError(f"{target_names[i]}: expected a tensor, got {type(buffer).__name__}")
         if buffer.dim() > 3:
-            raise ValueError(f"{called[i]}: expected at most 3 dimensions, got {shape(buffer)}")
+            raise ValueError(f"{target_names[i]}: expected at most 3 dimensions, got {shape(buffer)}")
         if buffer.device != dst[0].device:
             raise ValueError(
-                f"{called[i]}: expected a tensor on {dst[0].device} as {called[0]} is, got one on {buffer.device}"
+                f"{target_names[i]}: expected a tensor on {dst[0].device} as {target_names[0]} is,"
+                f" got one on {buffer.device}"
             )
-        if folds(buffer):
-            raise ValueError(f"{called[i]}: expected elements that do not share memory, got strides {buffer.stride()}")
-        _check_aligned(buffer, called[i])
+        if self_overlaps(buffer):
+            raise ValueError(
+                f"{target_names[i]}: expected elements that do not share memory, got strides {buffer.stride()}"
+            )
+        _check_aligned(buffer, target_names[i])
     spans = sorted((*span(t), i) for i, t in enumerate(dst) if t.numel())
     if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
         return
@@ -382,5 +385,5 @@ def check_buffers(dst: Sequence[torch.Tensor], names: Sequence[Names]) -> None:
             if start >= end:
                 break
             if overlap(dst[i], dst[j]):
-                later, earlier = called[max(i, j)], called[min(i, j)]
+                later, earlier = target_names[max(i, j)], target_names[min(i, j)]
                 raise ValueError(f"{later}: expected separate memory, got some of {earlier}")

@@ -10,7 +10,7 @@ INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def live(bound: Bound, most: int) -> torch.Tensor:
-    """The counts of a bound, as int64 on its device."""
+    """Counts of a bound, int64 on its device."""
     return (-(-bound.tensor.long() // bound.per) + bound.extra).clamp(0, most)
 
 
@@ -38,8 +38,8 @@ def copy(
         dst, src = dst.reshape(1), src.reshape(1)
     buffer, mask = dst, covered(src, rows, lengths)
     src = src.to(dst.dtype)
-    if (whole := INTEGER.get(dst.itemsize)) is not None:  # as integers, so that every bit pattern survives
-        dst, src = dst.view(whole), src.view(whole)
+    if (integer := INTEGER.get(dst.itemsize)) is not None:  # preserves every bit pattern
+        dst, src = dst.view(integer), src.view(integer)
     corner = tuple(slice(0, n) for n in src.shape)
     if fill is None:
         dst[corner].copy_(src if mask is None else torch.where(mask, src, dst[corner]))
@@ -56,7 +56,7 @@ def copy(
 
 
 def _last(src: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The last element of a 1-D source that is copied, or 0."""
+    """Last copied element of a 1-D source, or 0."""
     zero = torch.zeros((), dtype=src.dtype, device=src.device)
     if src.numel() == 0:
         return zero

@@ -1,4 +1,4 @@
-"""``HostStage``: a step's metadata written by the host into pinned memory, and scattered by a node of the graph.
+"""``HostStage``: the host writes a step's metadata to pinned memory, and a node of the graph scatters it.
 
 ::
 
@@ -28,7 +28,7 @@ from kvstrata.backends import resolve
 from . import reference
 from .copies import Bound, Fill, Signature, check_count, check_fill, check_list, check_source, move_of, names_of
 from .memory import ALIGN, aligned
-from .plan import _spread, check_buffers
+from .plan import _per_copy, check_buffers
 
 if TYPE_CHECKING:
     from . import cuda as copy_cuda
@@ -70,11 +70,11 @@ class HostStage:
     def __init__(self, dst: Sequence[torch.Tensor], *, fill: Fill | Sequence[Fill] = None) -> None:
         check_list(dst, "dst")
         self.dst = tuple(dst)
-        self.names = names_of(len(self.dst))  # for errors of ``write``; a runner sets its own
+        self.names = names_of(len(self.dst))  # for errors of ``write``; `GraphRunner` sets its own
         check_buffers(self.dst, self.names)
         if not self.dst:
             raise ValueError("dst: expected at least one buffer, got none")
-        self.fill = _spread(fill, len(self.dst), "fill")
+        self.fill = _per_copy(fill, len(self.dst), "fill")
         for i, buffer in enumerate(self.dst):
             check_fill(self.fill[i], buffer, f"fill[{i}]")
         self._shapes = [tuple(buffer.shape) for buffer in self.dst]
@@ -90,7 +90,7 @@ class HostStage:
             slot += aligned(buffer.numel() * buffer.itemsize)
         self._slot_bytes = slot
         self._pinned = torch.zeros(2 * slot + ALIGN, dtype=torch.uint8, pin_memory=self._cuda)
-        # Finished steps, blocks and launches, the launch whose header is cached; then the header. As in copy.cu.
+        # As in copy.cu: finished steps, blocks and launches, the launch whose header is cached; then the header.
         self._turn = torch.zeros(4 + HEAD, dtype=torch.int32, device=self.device)
         words = self._pinned.numpy()
         self._done = words[2 * slot : 2 * slot + 4].view(np.uint32)
@@ -148,7 +148,7 @@ class HostStage:
             if len(most) == 3 and live[1:] != most[1:]:
                 raise ValueError(f"shapes[{i}]: expected [rows, {most[1]}, {most[2]}], got {list(live)}")
             sizes[i] = (live[0], live[-1]) if live else (1, 1)
-        self._number[self._written & 1][0] = self._written + 1  # written last: it publishes the step
+        self._number[self._written & 1][0] = self._written + 1  # must be last: it publishes the step
         self._written += 1
 
     def write(self, src: Sequence[torch.Tensor | None]) -> None:
@@ -205,13 +205,13 @@ class HostStage:
 
 
 class Scatter:
-    """Copy of a `HostStage`'s next step into buffers, one launch; made by `HostStage.node`.
+    """Copy of a `HostStage`'s next step into buffers, in one launch; created by `HostStage.node`.
 
     Args:
         stage: the stage whose slots are read.
         dst: the leading part of each of its buffers, up to three dimensions ``[D0, D1, D2]``. Mutated by a call.
 
-    A call does nothing if no new step was written. Calls are safe under graph capture; a captured call takes the next
+    A call does nothing if no new step was written. Calls are safe under graph capture; a captured call reads the next
     step at every replay. The constructor compiles on a GPU and cannot be captured.
 
     Raises ValueError for more than 28 buffers on a GPU.
@@ -260,7 +260,7 @@ class Scatter:
                 bounds = (columns if target.dim() == 2 else None, 0, rows)
             descriptors.append(copy_cuda.pack(move, target.data_ptr(), *bounds, skips=True))
             blocks.append(min(copy_cuda.blocks_of(move), STAGED_BLOCKS))
-        blocks[0] = max(blocks[0], 1)  # at least one block, which counts the step
+        blocks[0] = max(blocks[0], 1)  # at least one block must count the step
         copies.load(*copies.tail(descriptors, blocks))
         copies.write(copies.params, 0, *(base + offset for offset in stage._offsets))
         return copies

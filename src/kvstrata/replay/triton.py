@@ -21,7 +21,7 @@ NO_BLOCK = (1 << 31) - 1
 
 @triton.jit
 def _move(source, target, last, fill, mask_copy, mask_fill, has_last, TYPE: tl.constexpr):
-    """Elements of one width as integers, so that every bit pattern survives."""
+    """Copy and fill elements of one width as integers, which preserves every bit pattern."""
     x = tl.load(source.to(tl.pointer_type(TYPE)), mask=mask_copy)
     tl.store(target.to(tl.pointer_type(TYPE)), x, mask=mask_copy)
     value = tl.load(last.to(tl.pointer_type(TYPE)), mask=mask_fill & has_last, other=0)
@@ -31,7 +31,7 @@ def _move(source, target, last, fill, mask_copy, mask_fill, has_last, TYPE: tl.c
 
 @triton.jit
 def _to_bf16(x):
-    """fp32 to the bits of bf16, nearest even; the interpreter's own conversion is wrong."""
+    """Bits of bf16 from fp32, rounded to nearest even; the interpreter's conversion is wrong."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded).to(tl.uint16)

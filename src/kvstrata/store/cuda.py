@@ -1,6 +1,6 @@
-"""``store_kv`` in CUDA C++: from a checked task to one launch of a kernel in ``store.cu``.
+"""``store_kv`` in CUDA C++: prepares the launch of a kernel in ``store.cu`` for a checked task.
 
-Shapes become template parameters, so the kernel divides by constants only; pointers are written into the launch's
+Shapes are template parameters, so the kernel divides only by constants; pointers are written into the launch's
 parameter struct on every call.
 """
 
@@ -28,7 +28,7 @@ CXX = {
     torch.int32: "int",
     torch.int64: "long long",
 }
-# struct Params: source, cache and scale of K and of V, slots; five strides of each; stride of slots, bound, tokens.
+# struct Params: source, cache and scale of K and of V, slots; 5 strides of each side; stride of slots, bound, tokens.
 PARAMS = struct.Struct("7Q 5q 5q q q i4x")
 POINTERS = struct.Struct("7Q")
 
@@ -121,7 +121,7 @@ def features(shape: Shape) -> dict[str, int | str]:
 
 
 def tuned_config(shape: Shape, device: torch.device) -> Config | None:
-    """Config that a tuned table has for this GPU and shape, or None; also None if the kernel cannot run it."""
+    """Config from the tuned table of this GPU for a shape; None if there is none or the kernel cannot run it."""
     choice = tuned.lookup("store", torch.cuda.get_device_name(device), features(shape))
     config = Config.of(choice) if choice else None
     return config if config and takes(shape, config) else None

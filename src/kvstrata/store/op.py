@@ -87,7 +87,7 @@ def _cuda(task: Task, slot_mapping: torch.Tensor, backend: str, overlap: bool, a
 
 
 class _Plans(PerThread[StorePlan]):
-    """Plans of a thread: parameters are written in place, so threads do not share them."""
+    """Plans of one thread; launches write their parameters in place, so threads cannot share them."""
 
     latest: StorePlan | None = None
 

@@ -10,7 +10,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # widest first
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """``x [T, H, D]`` times 1 / scale, rounded to nearest even and saturated, as raw bytes; NaN becomes 0x7f."""
+    """Convert ``x [T, H, D]`` times 1 / scale to fp8 bytes, rounded to nearest even and saturated; NaN is 0x7f."""
     x = x.float()
     if scale is not None:
         x = x * (1.0 / scale).reshape(-1, 1)
@@ -20,7 +20,7 @@ def to_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 def _as_integers(x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """View both as the widest integers that their rows divide into: copies bits, and fewer elements."""
+    """View both as the widest integers that divide their rows: copies bits exactly, with fewer elements."""
     size = x.element_size()
     offsets = [x.shape[-1], *x.stride()[:-1], x.storage_offset(), *cache.stride()[:-1], cache.storage_offset()]
     integer = next(i for i in INTEGERS if i.itemsize <= size or all(n * size % i.itemsize == 0 for n in offsets))

@@ -1,4 +1,4 @@
-"""Search space of ``store.cu`` for `kvstrata tune`: which kernel moves the vectors, and its launch shape.
+"""Search space of ``store.cu`` for `kvstrata tune`: the kernel and its launch shape.
 
 ``threads`` per block, vectors per thread (``per``) and bytes per ``vector`` for direct and staged copies; rows per
 block (``rows``) for bulk copies.

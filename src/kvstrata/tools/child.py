@@ -12,15 +12,15 @@ from contextlib import suppress
 TOOLKIT = "/usr/local/cuda"
 
 
-def find(tool: str) -> str | None:
-    """Path of a tool of the CUDA toolkit, from PATH or the toolkit's folder."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
-    places = [tool, *(f"{home}/bin/{tool}" for home in homes if home)]
-    return next((path for place in places if (path := shutil.which(place))), None)
+def find_tool(tool: str) -> str | None:
+    """Path of a CUDA toolkit program, from PATH or the toolkit's folder; None if there is none."""
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
+    candidates = [tool, *(f"{home}/bin/{tool}" for home in roots if home)]
+    return next((path for candidate in candidates if (path := shutil.which(candidate))), None)
 
 
 def output(*command: str) -> str | None:
-    """Standard output of a short command; None if it cannot run, fails or takes a minute."""
+    """Standard output of a short command; None if it cannot run, fails or takes longer than a minute."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -28,8 +28,8 @@ def output(*command: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-class Late(Exception):
-    """A program exceeded its time limit and was killed; ``output`` is what it had printed."""
+class Timeout(Exception):
+    """A process exceeded its time limit and was killed; ``output`` is what it had printed."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -54,6 +54,6 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
         if isinstance(error, subprocess.TimeoutExpired):
             tail = " / ".join(line for line in printed.splitlines()[-3:] if line.strip())
             last = f"; its last lines: {tail}" if tail else ""
-            raise Late(f"took more than {seconds:.0f} s and was killed{last}", printed) from error
+            raise Timeout(f"took more than {seconds:.0f} s and was killed{last}", printed) from error
         raise
     return printed, process.returncode

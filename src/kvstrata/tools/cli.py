@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import terminal as ui
 from .commands import check, info, profile, report
 from .eval.cli import advise, calibrate, drift, evaluate
 from .generate.cli import generate
-from .terminal import AsJson, Device, Results, Revision, Where, console, device_of, need, refuse, refusing
 from .tune.cli import tune, warmup
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from kvstrata import __version__
 
         typer.echo(__version__)
@@ -40,7 +40,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -51,22 +51,24 @@ def bench(
         str,
         typer.Argument(help="Op: decode, hf, packed, prefill, quantize, replay, serve, settle, step, store or vllm."),
     ],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples: a look, not evidence.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and samples: a quick look, not evidence.")
+    ] = False,
     save: Annotated[
         bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace only these cases.")
     ] = False,
-    device: Where = Device.auto,
+    device: ui.DeviceOption = ui.Device.auto,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",
-    as_json: AsJson = False,
-    results: Results = Path("results"),
+    as_json: ui.JsonOption = False,
+    results: ui.ResultsOption = Path("results"),
     against: Annotated[
         str | None,
         typer.Option(metavar="REV_OR_FILE", help="An earlier result; exit 1 if a case got slower beyond noise."),
     ] = None,
-    saved: Annotated[
+    from_file: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing; use this file as the new result.")
     ] = None,
-    revision: Revision = None,
+    revision: ui.RevisionOption = None,
 ) -> None:
     """Check, then time, our kernels and their peers.
 
@@ -91,77 +93,80 @@ def bench(
     from .bench.results import save as write
     from .bench.runner import run, select
 
-    say = console(stderr=as_json)
-    if save and saved:
-        refuse("--save with --from would write what was measured elsewhere; copy the file instead")
-    need(["scipy"], "bench", "bench")
-    with refusing():
+    console = ui.console(stderr=as_json)
+    if save and from_file:
+        ui.usage_error("--save with --from would write what was measured elsewhere; copy the file instead")
+    ui.require(["scipy"], "bench", "bench")
+    with ui.usage_errors():
         module = cases.find(op)
-        if saved:
-            taken = load(saved)
+        if from_file:
+            measured = load(from_file)
         else:
-            where = device_of(device)
-            chosen = select(module.cases(where, quick), only)
-            there = results / describe(where)["slug"] / f"{op}.json"
-            whole = load(there) if save and only != "*" and there.exists() else None
-            if save and only != "*" and whole is None:
-                refuse(
-                    f"--save with --only replaces cases of a saved result, and there is no {there}; leave out --only"
+            torch_device = ui.device_of(device)
+            chosen = select(module.cases(torch_device, quick), only)
+            saved_path = results / describe(torch_device)["slug"] / f"{op}.json"
+            saved_report = load(saved_path) if save and only != "*" and saved_path.exists() else None
+            if save and only != "*" and saved_report is None:
+                ui.usage_error(
+                    f"--save with --only replaces cases of a saved result, and there is no {saved_path}; omit --only"
                 )
-            if whole is not None:  # an error after the measurement would lose it
-                merge(whole, Report(op, describe(where, revision), whole.method | {"quick": quick}, {}, {}))
-            if save and quick and there.exists() and not load(there).method["quick"]:
-                refuse(f"--save with --quick would replace the full result in {there}; leave one of them out")
-        slug = taken.machine["slug"] if saved else describe(where)["slug"]
-        before = git.earlier(against, results / slug / f"{op}.json", loads) if against else None
-    if not saved:
-        if where.type == "cpu" and device is Device.auto:
-            say.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
+            if saved_report is not None:  # fail now: an error after the measurement would lose it
+                method = saved_report.method | {"quick": quick}
+                merge(saved_report, Report(op, describe(torch_device, revision), method, {}, {}))
+            if save and quick and saved_path.exists() and not load(saved_path).method["quick"]:
+                ui.usage_error(
+                    f"--save with --quick would replace the full result in {saved_path}; leave one of them out"
+                )
+        slug = measured.machine["slug"] if from_file else describe(torch_device)["slug"]
+        before = git.read_earlier(against, results / slug / f"{op}.json", loads) if against else None
+    if not from_file:
+        if torch_device.type == "cpu" and device is ui.Device.auto:
+            console.print("No GPU here: this times the CPU path, and says nothing about a GPU.")
 
         def keep(report: Report) -> None:
             if save:
-                write(report if whole is None else merge(whole, report), results)
+                write(report if saved_report is None else merge(saved_report, report), results)
 
-        taken = getattr(module, "run", run)(chosen, where, quick, only, revision=revision, after_case=keep)
+        measured = getattr(module, "run", run)(chosen, torch_device, quick, only, revision=revision, after_case=keep)
     if as_json:
-        sys.stdout.write(dumps(taken))
-    say.print(table(taken, getattr(module, "TABLE", {})).terminal())
-    say.print(getattr(module, "summary", verdict)(taken), markup=False)
+        sys.stdout.write(dumps(measured))
+    console.print(table(measured, getattr(module, "TABLE", {})).terminal())
+    console.print(getattr(module, "summary", verdict)(measured), markup=False)
     if save:
-        say.print(f"Saved: {results / taken.machine['slug'] / op}.json")
-    slower = _judge(before, taken, say) if before else False
-    if taken.failures or slower:
+        console.print(f"Saved: {results / measured.machine['slug'] / op}.json")
+    slower = _compare(before, measured, console) if before else False
+    if measured.failures or slower:
         raise typer.Exit(1)
 
 
-def _judge(before: Report, after: Report, say: Console) -> bool:
+def _compare(before: Report, after: Report, console: Console) -> bool:
     """Compare our rows with an earlier result; returns True if one got slower."""
     from .bench import regress
 
-    with refusing():
+    with ui.usage_errors():
         compared = regress.outcomes(before, after)
-    say.print(regress.table(compared, before, after).terminal())
+    console.print(regress.table(compared, before, after).terminal())
     slower = [o for o in compared if o.verdict == "slower"]
     lines = [f"{o.case}: {o.name}" for o in slower]
-    say.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]))
+    console.print("\n".join(["Slower than before:", *lines] if slower else ["No case got slower."]))
     return bool(slower)
 
 
-def _add(command: Callable[..., Any], name: str | None = None) -> None:
+def _register(command: Callable[..., Any], name: str | None = None) -> None:
     """Register a command. Its docstring is its help, one line per paragraph, wrapped at the terminal's width."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 
 
-_add(generate)
-_add(evaluate, "eval")
-_add(advise)
-_add(calibrate)
-_add(drift)
-_add(bench)
-_add(check)
-_add(profile)
-_add(report)
-_add(tune)
-_add(warmup)
-_add(info)
+_register(generate)
+_register(evaluate, "eval")
+_register(advise)
+_register(calibrate)
+_register(drift)
+_register(bench)
+_register(check)
+_register(profile)
+_register(report)
+_register(tune)
+_register(warmup)
+_register(info)

@@ -1,4 +1,4 @@
-"""`kvstrata profile`, `check`, `report` and `info`. Everything heavy is imported when a command runs."""
+"""The commands `profile`, `check`, `report` and `info`. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import terminal as ui
 if TYPE_CHECKING:
     from .profile.profile import Profile
 
-NO_TOOL = 3  # exit code: the tool that a command needs is missing or lacks permission
+TOOL_UNAVAILABLE = 3  # exit code: the tool that a command needs is missing or lacks permission
 
 
 Op = Annotated[str, typer.Argument(help="Op: decode, packed, prefill, quantize, replay, settle, step or store.")]
@@ -28,10 +28,10 @@ def profile(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="REV_OR_FILE", help="An earlier profile to compare with: a file, or a revision."),
+        typer.Option(metavar="REV_OR_FILE", help="Earlier profile to compare with: a file or a git revision."),
     ] = None,
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="A B", help="Two files, or two contenders, A before and B after.")
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two files or two contenders, B against A.")
     ] = None,
     gate: Annotated[
         list[str] | None,
@@ -46,9 +46,9 @@ def profile(
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Time limit for all cases; cases not done by then are listed.")
     ] = 15.0,
-    as_json: ui.AsJson = False,
-    results: ui.Results = Path("results"),
-    revision: ui.Revision = None,
+    as_json: ui.JsonOption = False,
+    results: ui.ResultsOption = Path("results"),
+    revision: ui.RevisionOption = None,
 ) -> None:
     """Find what bounds a kernel: Nsight Compute on bench cases.
 
@@ -74,8 +74,8 @@ def profile(
     from .profile.ncu import NcuError
     from .results import write
 
-    say = ui.console(stderr=as_json)
-    poor = False  # no counters could be read
+    console = ui.console(stderr=as_json)
+    without_counters = False
     try:
         gates = [profiles.gate_of(text) for text in gate or []]
         if against and compare:
@@ -84,40 +84,40 @@ def profile(
         if compare and all(Path(name).is_file() for name in compare):
             before, after = (profiles.load(Path(name)) for name in compare)
         elif compare:
-            if absent := [name for name in compare if name.endswith(".json") and not Path(name).is_file()]:
-                raise ValueError(f"--compare: expected two files or two contenders, there is no file {absent[0]}")
-            before = _take(op, case or [], compare[0], revision, 30 * minutes)
-            after = _take(op, case or [], compare[1], revision, 30 * minutes)
+            if missing := [name for name in compare if name.endswith(".json") and not Path(name).is_file()]:
+                raise ValueError(f"--compare: expected two files or two contenders, there is no file {missing[0]}")
+            before = _profile_cases(op, case or [], compare[0], revision, 30 * minutes)
+            after = _profile_cases(op, case or [], compare[1], revision, 30 * minutes)
         else:
-            after = _take(op, case or [], None, revision, 60 * minutes)
-            poor = not after.tool.startswith("ncu")
+            after = _profile_cases(op, case or [], None, revision, 60 * minutes)
+            without_counters = not after.tool.startswith("ncu")
         if against:
-            before = git.earlier(against, results / after.machine["slug"] / f"profile_{op}.json", profiles.loads)
+            before = git.read_earlier(against, results / after.machine["slug"] / f"profile_{op}.json", profiles.loads)
         changes = profiles.changes(before, after) if before else []
-        missed = profiles.missed(gates, after, changes)
+        missed = profiles.missed_gates(gates, after, changes)
     except NcuError as error:
         typer.echo(f"kvstrata: {error}", err=True)
-        raise typer.Exit(NO_TOOL) from error
+        raise typer.Exit(TOOL_UNAVAILABLE) from error
     except (LookupError, ValueError, OSError) as error:
-        ui.refuse(ui.text_of(error))
+        ui.usage_error(ui.text_of(error))
     title = f"{' against '.join(reversed(compare)) if compare else f'against {against}'}"
     compared = tables.comparison(changes, title) if before else None
     if as_json:
         result = {"profile": json.loads(profiles.dumps(after)), "missed": missed}
         result["changes"] = [{**asdict(change), "change": change.shown} for change in changes]
         typer.echo(json.dumps(result, indent=1))
-    say.print(tables.kernels(after).terminal())
+    console.print(tables.kernels(after).terminal())
     if compared:
-        say.print(compared.terminal())
+        console.print(compared.terminal())
     for line in missed:
-        say.print(f"Missed: {line}", markup=False)
+        console.print(f"Missed: {line}", markup=False)
     data, text = out.with_suffix(".json"), out
     if save:
         data, text = results / after.machine["slug"] / f"profile_{op}.json", Path("docs/profiles") / f"{op}.md"
     for path in (profiles.save(after, data), write(text, tables.summary(after, compared, missed))):
-        say.print(f"Written: {path}", markup=False, soft_wrap=True)
-    if poor:
-        raise typer.Exit(NO_TOOL)
+        console.print(f"Written: {path}", markup=False, soft_wrap=True)
+    if without_counters:
+        raise typer.Exit(TOOL_UNAVAILABLE)
     if missed or after.failed:
         raise typer.Exit(1)
 
@@ -128,7 +128,7 @@ def check(
         str, typer.Option(help="Tools of compute-sanitizer, comma-separated; none skips them.")
     ] = "memcheck,racecheck,initcheck,synccheck",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials: a first look, not evidence.")] = False,
-    device: ui.Where = ui.Device.auto,
+    device: ui.DeviceOption = ui.Device.auto,
     seed: Annotated[int, typer.Option(help="Seed of the first trial; a failure reports its seed.")] = 0,
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Time limit of a sweep or a tool; exceeding it is a failure.")
@@ -136,9 +136,9 @@ def check(
     save: Annotated[
         bool, typer.Option("--save", help="Save the outcome in RESULTS/<machine>/check.json, including failures.")
     ] = False,
-    results: ui.Results = Path("results"),
-    revision: ui.Revision = None,
-    as_json: ui.AsJson = False,
+    results: ui.ResultsOption = Path("results"),
+    revision: ui.RevisionOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Check that an op is correct on this machine. Exit code 1 if any check fails.
 
@@ -163,30 +163,31 @@ def check(
     from .check import results as check_results
     from .render import Grid
 
-    say = ui.console(stderr=as_json)
-    wanted = [tool for tool in tools.split(",") if tool and tool != "none"]
-    if unknown := [tool for tool in wanted if tool not in check_results.TOOLS]:
-        ui.refuse(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
-    with ui.refusing():
+    console = ui.console(stderr=as_json)
+    requested = [tool for tool in tools.split(",") if tool and tool != "none"]
+    if unknown := [tool for tool in requested if tool not in check_results.TOOLS]:
+        ui.usage_error(f"--tools: expected some of {', '.join(check_results.TOOLS)}, or none, got {unknown[0]!r}")
+    with ui.usage_errors():
         cases.find(op)
-        where = ui.device_of(device)
+        torch_device = ui.device_of(device)
     with ui.spinner(f"check {op}") as tick:
-        steps = checks.run(op, where, wanted, quick, seed, tick, 60 * minutes)
+        steps = checks.run(op, torch_device, requested, quick, seed, tick, 60 * minutes)
     failed = any(step.errors for step in steps)
     if as_json:
-        typer.echo(json.dumps({"op": op, "device": str(where), "passed": not failed, "steps": [
+        typer.echo(json.dumps({"op": op, "device": str(torch_device), "passed": not failed, "steps": [
             {**asdict(step), "verdict": step.verdict} for step in steps
         ]}, indent=1))  # fmt: skip
     rows = [[s.name, s.verdict, "" if s.skipped else f"{s.done}", f"{s.seconds:.1f}" if s.done else ""] for s in steps]
     notes = [f"{step.name}: {error}" for step in steps for error in step.errors]
     notes += [f"{step.name} skipped: {step.skipped}" for step in steps if step.skipped]
-    say.print(Grid(f"check {op} on {where}", ["", "verdict", "checked", "seconds"], rows, notes, names=2).terminal())
-    say.print(f"Correctness: {'FAILED' if failed else 'PASSED'}")
+    header = ["", "verdict", "checked", "seconds"]
+    console.print(Grid(f"check {op} on {torch_device}", header, rows, notes, labels=2).terminal())
+    console.print(f"Correctness: {'FAILED' if failed else 'PASSED'}")
     if save:
-        checked = check_results.Checked(op, describe(where, revision), quick, seed, wanted, steps)
-        with ui.refusing():
+        checked = check_results.Checked(op, describe(torch_device, revision), quick, seed, requested, steps)
+        with ui.usage_errors():
             path = check_results.save(checked, results)
-        say.print(f"Saved: {path}", markup=False, soft_wrap=True)
+        console.print(f"Saved: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -201,10 +202,10 @@ def report(
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Write the tables of the page as Markdown.")
     ] = None,
-    results: ui.Results = Path("results"),
+    results: ui.ResultsOption = Path("results"),
     figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/figures"),
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if a table is out of date.")] = False,
-    as_json: ui.AsJson = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Render saved results: as one self-contained page, or as the tables and figures of the documents.
 
@@ -223,11 +224,11 @@ def report(
     """
     if out or markdown:
         if documents or check:
-            ui.refuse("--out and --markdown write a separate page: leave out documents and --check")
-        written = _page(results, out, markdown)
+            ui.usage_error("--out and --markdown write a separate page: leave out documents and --check")
+        written = _write_page(results, out, markdown)
         stale: list[Path] = []
     else:
-        written, stale = _documents(documents, results, figures, check)
+        written, stale = _update_documents(documents, results, figures, check)
     if as_json:
         typer.echo(json.dumps({"written": [str(path) for path in written], "stale": [str(path) for path in stale]}))
     else:
@@ -241,7 +242,7 @@ def report(
         raise typer.Exit(1)
 
 
-def info(as_json: ui.AsJson = False) -> None:
+def info(as_json: ui.JsonOption = False) -> None:
     """Show versions, the device and its limits, the backends of each op and why some cannot run, tools,
     cache folders and tuned tables.
 
@@ -249,20 +250,20 @@ def info(as_json: ui.AsJson = False) -> None:
 
     Example: kvstrata info --json
     """
-    from . import info as known
+    from . import info as environment
 
-    facts = known.facts(ui.device_of(ui.Device.auto))
-    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(known.lines(facts)))
+    facts = environment.facts(ui.device_of(ui.Device.auto))
+    typer.echo(json.dumps(facts, indent=1) if as_json else "\n".join(environment.lines(facts)))
 
 
-def _documents(
+def _update_documents(
     documents: list[Path] | None, results: Path, figures: Path, check: bool
 ) -> tuple[list[Path], list[Path]]:
     """Update documents and figures; returns the files written or, with `check`, those out of date."""
     from . import publish
 
     changed = []
-    with ui.refusing():
+    with ui.usage_errors():
         reports = publish.load_all(results)
         for path in documents or [p for p in (Path("README.md"), *sorted(Path("docs").glob("**/*.md"))) if p.exists()]:
             text = path.read_text(encoding="utf-8")
@@ -279,38 +280,39 @@ def _documents(
     return ([], changed) if check else (changed, [])
 
 
-def _page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
-    ui.need(("matplotlib", "jinja2", "scipy"), "bench", "the page")
+def _write_page(results: Path, out: Path | None, markdown: Path | None) -> list[Path]:
+    ui.require(("matplotlib", "jinja2", "scipy"), "bench", "the page")
     from .report import page
     from .results import write
 
-    with ui.refusing():
+    with ui.usage_errors():
         content = page.collect(results)
         return [write(path, text(content)) for path, text in ((out, page.html), (markdown, page.markdown)) if path]
 
 
-def _take(op: str, wanted: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
+def _profile_cases(op: str, globs: list[str], contender: str | None, revision: str | None, seconds: float) -> Profile:
+    """Profile the matching cases with ncu or, if the counters cannot be read, with torch's profiler."""
     from .bench import cases
     from .bench.machine import describe
     from .profile import ncu
     from .profile import profile as profiles
 
     cases.find(op)
-    where = ui.device_of(ui.Device.auto)
-    if where.type != "cuda":
+    torch_device = ui.device_of(ui.Device.auto)
+    if torch_device.type != "cuda":
         ncu.find()  # report a missing ncu first
         raise ncu.NcuError("profile needs a CUDA device: torch sees none here")
-    names, end = profiles.choose(op, wanted, where), time.monotonic() + seconds
-    sizes = {name: case.bytes for name, case in cases.by_name(op, where).items()}
-    machine = describe(where, revision)
+    names, end = profiles.choose(op, globs, torch_device), time.monotonic() + seconds
+    sizes = {name: case.bytes for name, case in cases.by_name(op, torch_device).items()}
+    machine = describe(torch_device, revision)
     with ui.spinner(f"profile {op}") as tick:
         try:
-            taken = profiles.take(op, names, machine, sizes, contender, tick, seconds)
-            reason = "" if taken.cases else "; ".join(dict.fromkeys(taken.failed.values()))
+            counted = profiles.take(op, names, machine, sizes, contender, tick, seconds)
+            reason = "" if counted.cases else "; ".join(dict.fromkeys(counted.failed.values()))
         except ncu.NcuError as error:
             reason = str(error)
         if not reason:
-            return taken
+            return counted
         tick("without counters")
         left = end - time.monotonic()
         traced = profiles.take(op, names, machine, sizes, contender, tick, left, counters=False)

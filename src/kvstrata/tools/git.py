@@ -15,7 +15,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Version:
     commit: str
-    date: str  # of the commit, ISO 8601
+    date: str  # commit date, ISO 8601
     text: str
 
 
@@ -23,7 +23,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return child.output("git", "-C", str(folder), *arguments)
 
 
-def at(path: Path, revision: str) -> str:
+def read_at(path: Path, revision: str) -> str:
     """The file's text at a revision; LookupError says what is missing."""
     folder = next((p for p in path.resolve().parents if p.is_dir()), Path.cwd())
     top = _git(folder, "rev-parse", "--show-toplevel")
@@ -32,26 +32,26 @@ def at(path: Path, revision: str) -> str:
     root = Path(top.strip())
     if _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}") is None:
         raise LookupError(f"{revision!r} is neither a file nor a revision of {root.name}")
-    inside = path.resolve().relative_to(root).as_posix()
-    text = _git(root, "show", f"{revision}:{inside}")
+    relative = path.resolve().relative_to(root).as_posix()
+    text = _git(root, "show", f"{revision}:{relative}")
     if text is None:
-        raise LookupError(f"there is no {inside} at revision {revision}")
+        raise LookupError(f"there is no {relative} at revision {revision}")
     return text
 
 
-def earlier(reference: str, here: Path, read: Callable[[str, str], T]) -> T:
+def read_earlier(reference: str, path: Path, read: Callable[[str, str], T]) -> T:
     """``read(text, name)`` of the file `reference`, or of `here` at that revision; LookupError, ValueError, OSError."""
     if Path(reference).is_file():
         return read(Path(reference).read_text(encoding="utf-8"), reference)
     if Path(reference).suffix == ".json":
         raise FileNotFoundError(f"--against: no file {reference}")
-    return read(at(here, reference), f"{here.name} at {reference}")
+    return read(read_at(path, reference), f"{path.name} at {reference}")
 
 
-def versions(path: Path, most: int = 20) -> list[Version]:
-    """Contents of a file in the commits that changed it, oldest first; empty outside a checkout."""
+def versions(path: Path, limit: int = 20) -> list[Version]:
+    """Versions of a file in the last ``limit`` commits that changed it, oldest first; empty outside a checkout."""
     folder = path.resolve().parent
-    log = _git(folder, "log", f"-{most}", "--format=%H %cI", "--", path.name) if folder.is_dir() else None
+    log = _git(folder, "log", f"-{limit}", "--format=%H %cI", "--", path.name) if folder.is_dir() else None
     history = []
     for line in reversed((log or "").splitlines()):
         commit, date = line.split()

@@ -1,4 +1,4 @@
-"""Environment report: versions, device, limits, backends of each op, tools, caches, tables, and what cannot run."""
+"""Environment report: versions, device limits, backends of each op and why some cannot run, tools, caches, tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = {
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Everything as plain data. In `backends`, `packages` and `tools` None means available."""
+    """The report as plain data; in ``backends``, ``packages`` and ``tools`` None means available."""
     machine = describe(device)
     return {
         **machine,
@@ -39,7 +39,9 @@ def facts(device: torch.device) -> dict[str, Any]:
             name: None if importlib.util.find_spec(name) else f"pip install 'kvstrata[{extra}]'"
             for name, extra in EXTRAS.items()
         },
-        "tools": {name: None if child.find(name) else f"not on the PATH; for {use}" for name, use in TOOLS.items()},
+        "tools": {
+            name: None if child.find_tool(name) else f"not on the PATH; for {use}" for name, use in TOOLS.items()
+        },
         "benchmarks": cases.names(),
         "cache": str(cache_folder()),
         "caches": caches(),
@@ -48,7 +50,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def limits(device: torch.device) -> dict[str, int]:
-    """Limits of a kernel on this GPU; empty on a CPU."""
+    """Resource limits of a kernel on this GPU; empty on a CPU."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -56,7 +58,7 @@ def limits(device: torch.device) -> dict[str, int]:
 
 
 def caches() -> dict[str, dict[str, Any]]:
-    """Folders that kvstrata and Triton keep compiled kernels and tables in, with files and bytes."""
+    """Cache folders of kvstrata and Triton, with their number of files and bytes."""
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     folders = {"cubin": cache_folder() / "cubin", "tables": cache_folder() / "tables", "triton": triton}
     return {name: {"folder": str(folder), **_size(folder)} for name, folder in folders.items()}
@@ -67,18 +69,19 @@ def tables(slug: str) -> list[dict[str, Any]]:
     described = []
     for folder in (tuned.user_folder(), tuned.SHIPPED):
         for path in sorted(folder.glob("*.json")):
-            known: dict[str, Any] = {"path": str(path), "used": path.stem == slug}
+            entry: dict[str, Any] = {"path": str(path), "used": path.stem == slug}
             try:
                 ops = {op: len(entries) for op, entries in tuned.read(path).items()}
-                described.append({**known, "ops": ops, "error": None})
+                described.append({**entry, "ops": ops, "error": None})
             except ValueError as error:
-                described.append({**known, "ops": {}, "error": str(error)})
+                described.append({**entry, "ops": {}, "error": str(error)})
     return described
 
 
-def lines(known: dict[str, Any]) -> list[str]:
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The report as text, one fact per line."""
     shown = []
-    for key, value in known.items():
+    for key, value in facts.items():
         if key in ("backends", "packages", "tools"):
             shown += _available(key, value)
         elif key == "caches":

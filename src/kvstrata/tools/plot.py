@@ -13,8 +13,10 @@ from typing import Any
 def panels(
     target: Path | io.StringIO, count: int, width: float, height: float = 4.2, style: Mapping[str, Any] = {}
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure with ``count`` panels side by side, saved at the end: to a file, whose suffix is the format, or as SVG
-    text. ``style``: settings of matplotlib."""
+    """Figure with ``count`` panels side by side, saved on exit to a file (its suffix is the format) or as SVG text.
+
+    ``style``: matplotlib rc settings.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -40,7 +40,7 @@ class Kind(Protocol):
 KINDS: tuple[Kind, ...] = (tune, check, drift, quality, bench)  # the first that recognises a name is used
 
 
-SAME = ("pre-sliced", "adaptor", "bare launch", "copy")  # not drawn: on the GPU as fast as another line, or a probe
+NOT_DRAWN = ("pre-sliced", "adaptor", "bare launch", "copy")  # on the GPU as fast as another line, or a probe
 ENGINES = "vllm"  # its contenders are engines, with their own batch sizes
 VIEWS = {
     "decode": [
@@ -48,12 +48,12 @@ VIEWS = {
         View(MEMORY, "us", "mixed0.[23457]*-B32-*[0-9],16bit-B32-*", by="T", about=", B {B}"),
     ],
     "prefill": [View(y="tflop_s", leave_out=("copy", "empty"), about=": {kind}, D {D}")],
-    "replay": [View("bs", "us,host", "*x4096", SAME), View("columns", "us,host", "fa-64x*[0-9]", SAME)],
+    "replay": [View("bs", "us,host", "*x4096", NOT_DRAWN), View("columns", "us,host", "fa-64x*[0-9]", NOT_DRAWN)],
 }
 
 
 def kind_of(name: str) -> Kind:
-    """The command that writes results of this name."""
+    """Kind of the results of this name."""
     return next(kind for kind in KINDS if any(fnmatch(name, glob) for glob in kind.COMMANDS))
 
 
@@ -64,7 +64,7 @@ def load_all(root: Path) -> list[Result]:
     return sorted(reports, key=lambda report: report.machine["slug"].startswith("cpu"))
 
 
-def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
+def find_result(reports: Iterable[Result], op: str, machine: str | None = None) -> Result:
     """The result of an op on the named machine, or on the first that has one."""
     for report in reports:
         if report.op == op and machine in (None, report.machine["slug"]):
@@ -75,18 +75,18 @@ def pick(reports: Iterable[Result], op: str, machine: str | None = None) -> Resu
 
 
 def render_document(text: str, reports: Sequence[Result]) -> str:
-    """The document with every ``kvstrata:<op>`` block rendered again."""
+    """Document with every ``kvstrata:<op>`` block rendered again."""
     for op in dict.fromkeys(re.findall(r"<!--\s*kvstrata:([\w-]+)(?=\s)", text)):
         kind = kind_of(op)
 
         def fill(options: dict[str, str], kind: Kind = kind, op: str = op) -> str:
-            return kind.table(pick(reports, op, options.get("on")), options).document()
+            return kind.table(find_result(reports, op, options.get("on")), options).document()
 
         text = inject(text, f"kvstrata:{op}", fill, kind.OPTIONS)
     return text
 
 
-def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> list[Path]:
+def figures(reports: Iterable[Result], folder: Path) -> list[Path]:
     """One figure per op, machine and set of cases that differ in one size; one of quality against bytes."""
     paths = []
     for report in reports:
@@ -94,12 +94,12 @@ def figures(reports: Iterable[Result], folder: Path, suffix: str = ".svg") -> li
         if isinstance(report, (Tuning, Gate, Checks, Drift)):
             continue
         if isinstance(report, Quality):
-            paths.append(quality_plot.plot(report, folder / f"{stem}{suffix}"))
+            paths.append(quality_plot.plot(report, folder / f"{stem}.svg"))
             continue
         if report.op == ENGINES:
-            paths.append(plot_engines.plot(report, folder / f"{stem}{suffix}"))
+            paths.append(plot_engines.plot(report, folder / f"{stem}.svg"))
             continue
         for view in VIEWS.get(report.op, [View()]):
             for name, cases in groups(report, view).items():
-                paths.append(plot(report, cases, folder / f"{stem}-{name}{suffix}", view))
+                paths.append(plot(report, cases, folder / f"{stem}-{name}.svg", view))
     return paths

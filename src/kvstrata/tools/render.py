@@ -23,12 +23,12 @@ class Grid:
     header: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    names: int = 1
+    labels: int = 1
 
     def terminal(self) -> Group:
         table = Table(title=escape(self.title), title_justify="left")
         for i, name in enumerate(self.header):
-            table.add_column(escape(name), justify="left" if i < self.names else "right", no_wrap=i < self.names)
+            table.add_column(escape(name), justify="left" if i < self.labels else "right", no_wrap=i < self.labels)
         last, grouped = None, len({row[0] for row in self.rows}) < len(self.rows)
         for row in self.rows:
             if grouped and last not in (None, row[0]):
@@ -38,7 +38,7 @@ class Grid:
         return Group(table, *(escape(note) for note in self.notes))
 
     def markdown(self) -> str:
-        rule = ["---"] * self.names + ["---:"] * (len(self.header) - self.names)
+        rule = ["---"] * self.labels + ["---:"] * (len(self.header) - self.labels)
         lines = [
             "| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in [self.header, rule, *self.rows]
         ]

@@ -57,8 +57,8 @@ def write(path: Path, text: str) -> Path:
 
 
 @contextmanager
-def reading(name: object, what: str) -> Iterator[None]:
-    """Turn errors about the contents of a file into one ValueError: ``<name>: not <what>: <why>``."""
+def naming_errors(name: object, what: str) -> Iterator[None]:
+    """Turn errors about a file's contents into a ValueError that names it: ``<name>: not <what>: <why>``."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -76,27 +76,27 @@ def parse(text: str, **expected: str) -> dict[str, Any]:
     return fields
 
 
-def build(kind: type[T], fields: dict[str, Any]) -> T:
-    """A dataclass from JSON; fields that are dataclasses, or lists or dicts of them, are built by their type hints."""
+def from_json(kind: type[T], fields: dict[str, Any]) -> T:
+    """Dataclass from JSON; nested dataclasses, and lists and dicts of them, are converted by their type hints."""
     hints = get_type_hints(kind)
-    return kind(**{name: _built(hints.get(name), value) for name, value in fields.items()})
+    return kind(**{name: _convert(hints.get(name), value) for name, value in fields.items()})
 
 
-def _built(hint: Any, value: Any) -> Any:
+def _convert(hint: Any, value: Any) -> Any:
     nested = next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
     if nested is None or value is None:
         return value
     if isinstance(value, list):
-        return [build(nested, each) for each in value]  # type: ignore[arg-type]
+        return [from_json(nested, each) for each in value]  # type: ignore[arg-type]
     if nested in get_args(hint) and type(None) not in get_args(hint):
-        return {name: build(nested, each) for name, each in value.items()}  # type: ignore[arg-type]
-    return build(nested, value)  # type: ignore[arg-type]
+        return {name: from_json(nested, each) for name, each in value.items()}  # type: ignore[arg-type]
+    return from_json(nested, value)  # type: ignore[arg-type]
 
 
 def loads(kind: type[T], text: str, name: object, what: str, /, **expected: str) -> T:
     """Read the text of a file; ValueError, which names it ``name``, if it is not ``what`` is expected."""
-    with reading(name, what):
-        return build(kind, parse(text, **expected))
+    with naming_errors(name, what):
+        return from_json(kind, parse(text, **expected))
 
 
 def load(kind: type[T], path: Path, what: str, /, **expected: str) -> T:
@@ -105,7 +105,7 @@ def load(kind: type[T], path: Path, what: str, /, **expected: str) -> T:
 
 
 def revision_of(machine: dict[str, Any]) -> str:
-    """Short revision of a result, marked if the checkout had changes."""
+    """Short revision of a result, marked if the checkout had uncommitted changes."""
     return (machine.get("revision") or "unknown")[:10] + ("+changes" if machine.get("dirty") else "")
 
 

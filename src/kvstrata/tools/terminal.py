@@ -1,4 +1,4 @@
-"""Shared by the commands: choice of device, consoles, and errors for bad arguments."""
+"""Shared parts of the commands: common options, choice of device, consoles, and one-line usage errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
-Results = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Where = Annotated[Device, typer.Option(help="Where to run; auto uses a GPU if there is one.")]
-Revision = Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")]
-Precision = Annotated[
+ResultsOption = Annotated[Path, typer.Option("--results", help="Folder of results, one subfolder per machine.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DeviceOption = Annotated[Device, typer.Option(help="Where to run; auto uses a GPU if there is one.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Revision to record outside a git checkout.")]
+DtypeOption = Annotated[
     str | None,
     typer.Option(
         "--dtype",
@@ -39,7 +39,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def device_of(wanted: Device) -> torch.device:
-    """The device that a command runs on; ValueError if the requested one is not available."""
+    """Device that a command runs on; ValueError if the requested one is not available."""
     import torch
 
     if wanted is Device.cuda and not torch.cuda.is_available():
@@ -49,7 +49,7 @@ def device_of(wanted: Device) -> torch.device:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The torch dtype of a --dtype; ValueError for another name."""
+    """Torch dtype of a ``--dtype``; ValueError for an unknown name."""
     import torch
 
     if name is not None and name not in DTYPES:
@@ -58,26 +58,26 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def numba_hint(device: torch.device) -> str | None:
-    """A line for a CPU without numba, None elsewhere."""
+    """Advice to install numba on a CPU without it, None elsewhere."""
     if device.type != "cpu" or importlib.util.find_spec("numba") is not None:
         return None
     return "Without numba the cache runs in plain torch here, several times slower: pip install 'kvstrata[cpu]'"
 
 
 def console(stderr: bool) -> Console:
-    """A console as wide as the terminal, or 240 columns if the output is no terminal."""
+    """Console as wide as the terminal, or 240 columns if the output is not a terminal."""
     from rich.console import Console
 
     result = Console(stderr=stderr, highlight=False)
     return result if result.is_terminal else Console(stderr=stderr, highlight=False, width=240)
 
 
-def progress_bars(console: Console, *more: str, transient: bool = False) -> Progress:
-    """Progress bars on a terminal, nothing elsewhere; ``more`` are formats of columns at the right."""
+def progress_bars(console: Console, *extra_columns: str, transient: bool = False) -> Progress:
+    """Progress bars, disabled when ``console`` is not a terminal; ``extra_columns`` are formats of further columns."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    extra = (TextColumn(text) for text in more)
+    extra = (TextColumn(text) for text in extra_columns)
     return Progress(*columns, *extra, console=console, transient=transient, disable=not console.is_terminal)
 
 
@@ -98,24 +98,24 @@ def text_of(error: Exception) -> str:
     return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
 
 
-def refuse(message: str) -> NoReturn:
-    """Say in one line what is wrong with the request, however many the message has; exit code 2."""
+def usage_error(message: str) -> NoReturn:
+    """Print in one line what is wrong with the request, however many lines the message has; exit code 2."""
     typer.echo(f"kvstrata: {' '.join(filter(None, map(str.strip, message.splitlines())))}", err=True)
     raise typer.Exit(2)
 
 
 @contextmanager
-def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def usage_errors(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn errors of arguments and files, and ``also`` further exceptions, into one line and exit code 2."""
     kinds: tuple[type[Exception], ...] = (LookupError, ValueError, OSError, *also)
     try:
         yield
     except kinds as error:
-        refuse(text_of(error))
+        usage_error(text_of(error))
 
 
-def need(packages: Iterable[str], extra: str, what: str) -> None:
+def require(packages: Iterable[str], extra: str, what: str) -> None:
     """Refuse if a package is not installed, and name the extra that installs it."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
-            refuse(f"{what} needs {name}: pip install 'kvstrata[{extra}]'")
+            usage_error(f"{what} needs {name}: pip install 'kvstrata[{extra}]'")

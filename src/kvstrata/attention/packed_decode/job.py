@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvstrata.attention.arguments import check_scoring, kernel_sinks
-from kvstrata.checks import check_int
+from kvstrata.checks import check_int, fail
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks
 from kvstrata.store.packed.arguments import (
@@ -19,7 +19,6 @@ from kvstrata.store.packed.arguments import (
     check_pages,
     check_plain_rows,
     check_query,
-    fail,
 )
 from kvstrata.store.packed.plain_rows import RowTensors
 

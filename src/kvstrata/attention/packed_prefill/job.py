@@ -8,7 +8,7 @@ import torch
 
 from kvstrata.attention.arguments import check_scoring
 from kvstrata.attention.prefill.op import HEAD_DIMS
-from kvstrata.checks import check_int, check_tensor
+from kvstrata.checks import check_int, check_tensor, fail
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import Blocks
 from kvstrata.store.packed.arguments import (
@@ -21,7 +21,6 @@ from kvstrata.store.packed.arguments import (
     check_pages,
     check_plain_rows,
     check_query,
-    fail,
 )
 from kvstrata.store.packed.plain_rows import RowTensors
 

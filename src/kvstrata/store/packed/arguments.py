@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 
-from kvstrata.checks import check_tensor
+from kvstrata.checks import check_tensor, fail
 from kvstrata.layout import Format
 from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of
 
@@ -31,10 +31,6 @@ class Calibration(Protocol):
 
     @property
     def centre(self) -> torch.Tensor | None: ...
-
-
-def fail(argument: str, expected: str, given: object, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{argument}: expected {expected}, got {given}")
 
 
 def check_address(name: str, x: torch.Tensor) -> None:
@@ -63,7 +59,7 @@ def check_pages(pages: torch.Tensor, format: Format, address: bool) -> Blocks:
 
 
 def calibration_tensors(calibration: Calibration | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Balance and centre of a layer; None for those it does not have."""
+    """Balance and centre of a layer, each of which may be None."""
     if calibration is None:
         return None, None
     try:

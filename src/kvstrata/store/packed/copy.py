@@ -11,16 +11,16 @@ import torch
 from kvstrata import jit
 from kvstrata.backends import choose, missing
 from kvstrata.call_cache import PerThread, dispatched, signature
-from kvstrata.checks import check_tensor
+from kvstrata.checks import check_tensor, fail
 from kvstrata.layout.blocks import ALIGNMENT, check_apart
 
-from .arguments import check_address, fail
+from .arguments import check_address
 from .cuda import launch_on
 
 SOURCE = Path(__file__).with_name("copy_pages.cu")
 PARAMS = struct.Struct("4Q6q2i")
 POINTERS = struct.Struct("4Q")
-THREADS, PER = 256, 4  # vectors of 16 bytes in flight per thread
+THREADS, PER = 256, 4  # threads per block, 16-byte vectors in flight per thread
 
 
 def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:

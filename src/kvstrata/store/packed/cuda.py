@@ -55,7 +55,7 @@ def _multiprocessors(device: int) -> int:
 
 
 def window_of(tokens: int, heads: int, multiprocessors: int) -> int:
-    """Tokens of a window: 1 as long as a warp per token and head fits a few waves, then up to 16."""
+    """Tokens per window: 1 while a warp per token and head fits a few waves, then up to 16."""
     window = 1
     while window < WINDOW and -(-tokens // window) * heads * 2 > WAVES * BLOCKS * multiprocessors:
         window *= 2

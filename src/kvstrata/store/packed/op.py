@@ -83,7 +83,7 @@ def _cuda(job: Job) -> Callable[..., None]:
 
 
 class _Plans(PerThread[PackedStorePlan]):
-    """Plans of a thread: parameters are written in place, so threads do not share them."""
+    """Plans of one thread; launches write their parameters in place, so threads cannot share them."""
 
     latest: PackedStorePlan | None = None
 

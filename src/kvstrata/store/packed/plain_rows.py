@@ -55,7 +55,7 @@ class RowTensors(NamedTuple):
 
 
 def row_tensors(tail: PlainRows | None, sink_tokens: PlainRows | None) -> RowTensors:
-    """Tensors of both; errors name the argument."""
+    """Tensors of tail and sink rows; errors name the argument."""
     for name, rows in (("tail", tail), ("sink_tokens", sink_tokens)):
         if rows is not None and not isinstance(rows, PlainRows):
             raise TypeError(f"{name}: expected PlainRows(k, v, slots), got {type(rows).__name__}")
@@ -66,7 +66,7 @@ def row_tensors(tail: PlainRows | None, sink_tokens: PlainRows | None) -> RowTen
 
 
 class Split(NamedTuple):
-    """Sources of the positions of one request: ``[0, sinks)``, ``[sinks, packed)``, ``[packed, length)``."""
+    """Position ranges of a request: sink rows ``[0, sinks)``, pages ``[sinks, packed)``, tail ``[packed, length)``."""
 
     sinks: int  # positions in the request's sink rows
     packed: int  # end of the positions in pages
@@ -75,7 +75,7 @@ class Split(NamedTuple):
 
 
 def split_of(rows: RowTensors, request: int, length: int, page_tokens: int) -> Split:
-    """Split of a request of ``length`` tokens; waits for the device."""
+    """Split of a request of ``length`` tokens; synchronises."""
     tail, sink = (
         -1 if k is None or slots is None or int(slots[request]) >= k.shape[0] else int(slots[request])
         for k, slots in ((rows.tail_k, rows.tail_slots), (rows.sink_k, rows.sink_slots))

@@ -1,4 +1,4 @@
-"""``store_packed`` with a tail or sink rows in CUDA C++: quantize_tail.cu, for decode steps and prompts alike."""
+"""``store_packed`` with a tail or sink rows in CUDA C++: quantize_tail.cu, for decode steps and prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernels_needed(format: Format, dtype: torch.dtype, balanced: bool, slot_dtyp
 
 
 def _sizes(k: torch.Tensor | None) -> tuple[int, ...]:
-    """Fields of struct PlainRows, but for the pointers."""
+    """Fields of struct PlainRows, with pointers of 0."""
     if k is None:
         return (0,) * 7
     size = k.element_size()
@@ -41,7 +41,7 @@ def _sizes(k: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def plan(job: TailJob) -> jit.Launch:
-    """Launch of a job, complete but for the pointers."""
+    """Launch of a job, complete except for the pointers."""
     store, rows, requests = job.store, job.rows, job.requests
     device, blocks, dim = store.pages.get_device(), store.blocks, store.format.head_dim
     tokens, size = store.k.shape[0], store.k.element_size()
@@ -56,7 +56,7 @@ def plan(job: TailJob) -> jit.Launch:
 
 
 def point(launch: jit.Launch, tensors: TailTensors) -> None:
-    """Write the addresses of a call."""
+    """Write the addresses of a call into a launch."""
     k, v, pages, slot_mapping, seq_lens, cu, balance, centre, *rows = (
         0 if x is None else x.data_ptr() for x in tensors
     )

@@ -1,4 +1,4 @@
-"""One call of ``store_packed`` with a tail or sink rows, checked: what every backend is given."""
+"""Checked arguments of ``store_packed`` with a tail or sink rows, as passed to every backend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from kvstrata.checks import fail
 from kvstrata.layout import Format
 
-from .arguments import check_lengths, check_plain_rows, fail
+from .arguments import check_lengths, check_plain_rows
 from .job import Job, check
 from .plain_rows import RowTensors
 

@@ -1,6 +1,6 @@
-"""``store_packed`` with a tail or sink rows: the operator ``kvstrata::store_packed_tail``, apart from the plain one.
+"""``store_packed`` with a tail or sink rows: the operator ``kvstrata::store_packed_tail``.
 
-Launches are cached per thread by what a call looks like, as those of ``store_packed`` are.
+Launches are cached per thread and per combination of arguments, like those of ``store_packed``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _missing(backend: str, job: TailJob) -> str | None:
 
 
 class _Plans(PerThread[Callable[[TailTensors], None]]):
-    """Launches of a thread: parameters are written in place, so threads do not share them."""
+    """Launches of one thread; they write their parameters in place, so threads cannot share them."""
 
     latest: tuple[Any, ...] | None = None  # options, address bits, guard, launch of the latest call on CUDA
 
@@ -42,8 +42,8 @@ _plans = _Plans()
 _is_compiling = torch.compiler.is_compiling
 
 
-def _look(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]:
-    """Options of a call, which tensors it has and how rows are aligned: what a guard does not see."""
+def _guard_key(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]:
+    """Arguments that a guard does not cover: options, which tensors are None, and the alignment of rows."""
     addresses = tensors.k.data_ptr() | tensors.v.data_ptr() | tensors.pages.data_ptr()
     for x in (tensors.tail_k, tensors.tail_v, tensors.sink_k, tensors.sink_v):
         addresses |= 0 if x is None else x.data_ptr()
@@ -79,7 +79,7 @@ def _run(tensors: TailTensors, format: Format, backend: str) -> None:
 
         tail_triton.store(job)
     else:
-        look = _look(tensors, format, backend)
+        look = _guard_key(tensors, format, backend)
         key = (*signature(tensors), look)
         run = _plans.known.get(key)
         if run is None:
@@ -115,11 +115,11 @@ def _fake(*arguments: Any) -> None:
 
 
 def store_with_tail(tensors: TailTensors, fmt: Format, backend: str) -> None:
-    """Store rows with a tail or sink rows, eagerly or as the operator."""
+    """Store rows with a tail or sink rows, eagerly or through the operator."""
     plain = all(type(x) is torch.Tensor for x in tensors[:5])
     if plain and not _is_compiling() and not traced() and all(x is None or type(x) is torch.Tensor for x in tensors):
         latest = _plans.latest
-        again = latest is not None and latest[0] == _look(tensors, fmt, backend)
+        again = latest is not None and latest[0] == _guard_key(tensors, fmt, backend)
         if again and latest[1](*[x for x in tensors if x is not None]):  # type: ignore[index]
             latest[2](tensors)  # type: ignore[index]
             return

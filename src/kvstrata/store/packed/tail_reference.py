@@ -16,8 +16,8 @@ def store(job: TailJob) -> None:
     """Store the rows of a checked call."""
     base, rows, page = job.store, job.rows, job.store.format.page_tokens
     k, v, slot = base.k, base.v, base.slot_mapping.long()
-    through = torch.ones(len(slot), dtype=torch.bool, device=slot.device)  # rows that are packed in this call
-    more: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # k, v, slots of tokens from the tail
+    packed_now = torch.ones(len(slot), dtype=torch.bool, device=slot.device)  # rows to pack in this call
+    from_tail: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # k, v, slots of tokens from the tail
     copies: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []  # to, slot, index, rows
     each = len(slot) // max(job.requests, 1)
     ends = [each * i for i in range(job.requests + 1)] if job.cu_seqlens_q is None else job.cu_seqlens_q.tolist()
@@ -36,18 +36,18 @@ def store(job: TailJob) -> None:
                 copies.append((to, split.sink_slot, position[kept], x[first + kept]))  # type: ignore[arg-type]
         if split.tail_slot < 0:
             continue
-        through[first:last] = position < split.packed
+        packed_now[first:last] = position < split.packed
         in_page = begin % page
         if in_page and begin - in_page < split.packed and live[0]:  # tokens of a page that this call completes
             index = tail_index(rows, torch.arange(begin - in_page, begin, device=slot.device))
             assert rows.tail_k is not None
             assert rows.tail_v is not None
             older = (x[split.tail_slot][:, index].transpose(0, 1).clone() for x in (rows.tail_k, rows.tail_v))
-            more.append((*older, slot[first] - in_page + torch.arange(in_page, device=slot.device)))
+            from_tail.append((*older, slot[first] - in_page + torch.arange(in_page, device=slot.device)))
         kept = torch.nonzero(live & (position >= length - rows.tail_tokens)).flatten()
         for to, x in ((rows.tail_k, k), (rows.tail_v, v)):
             copies.append((to, split.tail_slot, tail_index(rows, position[kept]), x[first + kept]))  # type: ignore[arg-type]
-    packed = [torch.cat([x[through], *(part[i] for part in more)]) for i, x in enumerate((k, v, slot))]
+    packed = [torch.cat([x[packed_now], *(part[i] for part in from_tail)]) for i, x in enumerate((k, v, slot))]
     reference.store_packed(base._replace(k=packed[0], v=packed[1], slot_mapping=packed[2]))
     for to, number, index, x in copies:
         to[number][:, index] = x.transpose(0, 1)

@@ -107,7 +107,7 @@ def store_kernel(
         )  # fmt: skip
 
 
-@functools.cache  # graphs may hold its address
+@functools.cache  # never freed: graphs may hold its address
 def _places(format: Format, side: Side, device: torch.device) -> torch.Tensor:
     """Bit number of every code's field from the start of the side's codes: int32 ``[planes, page_tokens, D]``."""
     bits = format.k_bits if side == "k" else format.v_bits

@@ -22,7 +22,7 @@ def absent(error: Exception) -> Absent:
 
 
 def sdpa(backend: SDPBackend, tensors: Callable[[int], Tensors], causal: bool = False) -> Call:
-    """torch's attention over q, k and v ``[batch, heads, seq, dim]``; the output is ``[batch, seq, heads, dim]``."""
+    """SDPA over q, k and v ``[batch, heads, seq, dim]``; the output is ``[batch, seq, heads, dim]``."""
 
     def call(i: int) -> torch.Tensor:
         q, k, v = tensors(i)
@@ -45,13 +45,13 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, limit: float) -> Non
     assert error < limit, f"the relative error is {error:.1e}"
 
 
-def read(device: torch.device) -> Call:
-    """Fill the device's cache with clean lines."""
+def fill_l2(device: torch.device) -> Call:
+    """Call that reads enough memory to fill the device's cache with clean lines."""
     weights = torch.ones(max(4 * cache_bytes(device), 1 << 20) // 4, device=device)
     return lambda i: weights.sum()
 
 
-def in_two_parts(
+def suffix_attention(
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,10 +83,10 @@ def chunk_bench(
     reference: Call,
     check: Callable[[torch.Tensor], None],
 ) -> Bench:
-    """Attention of a chunk over packed K and V: ``ours``, or all of it unpacked first and then SDPA.
+    """Bench of a chunk over packed K and V: ``ours`` against unpacking everything and then SDPA.
 
-    ``q [new, heads, dim]`` are the queries of the last keys; ``rows()`` gives k and v ``[1, kv heads, tokens, dim]``.
-    On a CPU ``reference`` is the baseline.
+    ``q [new, heads, dim]`` are the queries of the last keys; ``rows()`` unpacks k and v ``[1, kv heads, tokens, dim]``.
+    On a CPU the baseline is ``reference``.
     """
     queries = q.unsqueeze(0).transpose(1, 2)
 
@@ -96,7 +96,7 @@ def chunk_bench(
         return op(queries, *rows(), 0.0, True, scale=q.shape[2] ** -0.5)[0][0].transpose(0, 1)
 
     def cudnn(i: int) -> torch.Tensor:
-        return in_two_parts(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
+        return suffix_attention(_cudnn_with_lse, queries, *rows())[0].transpose(0, 1)
 
     baseline, other = "unpack then flash", "unpack then cudnn"
     bench = Bench(
@@ -105,7 +105,7 @@ def chunk_bench(
         check=lambda name, i, out: check(out),
         ours="kvstrata",
         baseline=baseline,
-        before=read(q.device),
+        before=fill_l2(q.device),
     )
     if q.is_cuda:
         try:

@@ -18,7 +18,7 @@ from .timer import BURST
 
 
 class Absent(Exception):
-    """Raised by a peer's factory that cannot take part; the message is the reason shown to the reader."""
+    """Raised by the factory of a peer that is not available; the message is the reason shown in reports."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Bench:
     variants: set[str] = field(default_factory=set)
     absent: dict[str, str] = field(default_factory=dict)
     host: dict[str, Call] = field(default_factory=dict)
-    burst: int = BURST  # calls of `host` that fit the launch queue
+    burst: int = BURST  # calls per host measurement; they must fit the launch queue
     bursts: int = 20
     before: Call | None = None
 
@@ -72,7 +72,7 @@ class Case:
     rounds: int | None = None
 
 
-def sets_for(nbytes: int, device: torch.device, most: int = 8, memory: int = 4 << 30) -> int:
+def sets_for(nbytes: int, device: torch.device, memory: int = 4 << 30) -> int:
     """Input sets of `nbytes` that together exceed four times the cache: 2 to `most`, or 1 for lack of memory."""
     wanted = -(-4 * cache_bytes(device) // max(nbytes, 1))
-    return max(1, min(max(2, wanted), most, memory // max(nbytes, 1)))
+    return max(1, min(max(2, wanted), 8, memory // max(nbytes, 1)))

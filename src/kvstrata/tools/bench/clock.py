@@ -19,8 +19,8 @@ import torch
 Call = Callable[[int], Any]
 Mark = tuple[Any, Any]
 
-LONGEST_LEAD = 32  # flushes; 256 MB at 4.7 TB/s, an H200's write bandwidth, are 57 us each
-TRIES = 8  # 1, 2, 4, 8, 16, 32, 32, 32 flushes, all outrun: host-bound
+LONGEST_LEAD = 32  # flushes; each is 256 MB, 57 us at an H200's write bandwidth of 4.7 TB/s
+TRIES = 8  # with 1, 2, 4, 8, 16, 32, 32, 32 flushes; then the call is host-bound
 
 
 class CudaClock:
@@ -35,7 +35,7 @@ class CudaClock:
         self.host_bound: set[str] = set()
 
     def time(self, name: str, call: Call, i: int, before: Call | None = None) -> Mark:
-        """Enqueue one cold call; the mark is read with `us` after `synchronize`."""
+        """Enqueue one cold call; returns a mark for `us`, to be read after `synchronize`."""
         stream = torch.cuda.current_stream(self.device)
         for _ in range(TRIES):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

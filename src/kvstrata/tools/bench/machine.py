@@ -1,4 +1,4 @@
-"""Description of the machine: device, driver, clocks, versions and revision, but nothing that identifies the host."""
+"""Description of the machine: device, driver, clocks, versions and revision; nothing that identifies the host."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 def _nvidia_smi(uuid: str) -> dict[str, Any]:
     """Driver and clocks of the GPU with that uuid; empty if nvidia-smi does not report them."""
     fields = ["uuid", "driver_version", *CLOCKS.values()]
-    told = child.output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
-    table = [[cell.strip() for cell in row.split(",")] for row in told.splitlines()]
+    listing = child.output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits") or ""
+    table = [[cell.strip() for cell in row.split(",")] for row in listing.splitlines()]
     matching = [
         row for row in table if len(row) == len(fields) and (len(table) == 1 or (uuid and row[0].endswith(uuid)))
     ]

@@ -27,7 +27,7 @@ SECONDS = 2.0  # maximum seconds of sampling
 
 
 class Stores:
-    """One input set of a store: rows, packed blocks, blocks of bfloat16 for store_kv, and slots of both."""
+    """One input set: rows, packed blocks, bfloat16 blocks for store_kv, and the slots in both."""
 
     def __init__(self, fmt: Format, tokens: int, prompt: bool, kv_heads: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -51,7 +51,7 @@ class Stores:
         kvstrata.store_kv(self.k, self.v, self.rows[0], self.rows[1], self.slot_mapping)
 
     @functools.cached_property
-    def wanted(self) -> torch.Tensor:
+    def expected(self) -> torch.Tensor:
         pages = torch.full_like(self.pages, POISON)
         kvstrata.store_packed(self.k, self.v, pages, self.slot_mapping, self.fmt, backend="reference")
         return pages
@@ -68,12 +68,12 @@ class Stores:
             for x, rows in zip((self.k, self.v), self.rows, strict=True):
                 assert torch.equal(rows.flatten(0, 1)[slots], x), "a row is wrong"
             return
-        wanted = self.wanted
+        expected = self.expected
         blocks = slots // BLOCK_SIZE
         other = torch.ones(len(self.pages), dtype=torch.bool, device=slots.device).index_fill_(0, blocks, False)
-        assert torch.equal(self.pages[other], wanted[other]), "a block of others was written to"
+        assert torch.equal(self.pages[other], expected[other]), "a block of others was written to"
         few = blocks.unique()[:: max(1, len(blocks.unique()) // CHECKED_BLOCKS)]
-        for ours, theirs in zip(self._rows(self.pages[few]), self._rows(wanted[few]), strict=True):
+        for ours, theirs in zip(self._rows(self.pages[few]), self._rows(expected[few]), strict=True):
             assert_close(ours, theirs, 2e-2)
 
     def _rows(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

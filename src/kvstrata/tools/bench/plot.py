@@ -27,9 +27,11 @@ LABELS = {
 
 
 class View(NamedTuple):
-    """Figure of an op: `y` (a name of LABELS; several with commas, a panel each) over the parameter `x`, for each group
-    of the cases `rows`, with 95 % intervals. Lines are contenders but those left out or, with `by`, ours for each value
-    of that parameter. `about`: parameters that all cases of a figure share, for the end of its title."""
+    """Figures of an op: ``y`` (names of LABELS, comma-separated, one panel each) over the parameter ``x``.
+
+    There is one figure for each group of the cases ``rows``, with 95 % intervals. Lines are the contenders except
+    ``leave_out`` or, with ``by``, ours for each value of that parameter. ``about`` formats the end of the title.
+    """
 
     x: str = "T"
     y: str = "tb_s"
@@ -48,17 +50,17 @@ def groups(report: Report, view: View) -> dict[str, list[CaseResult]]:
         if needed <= case.params.keys() and case.rows and any(fnmatch(case.name, glob) for glob in rows.split(",")):
             others = [str(v) for k, v in case.params.items() if k not in free]
             by_group["-".join([MEMORY, *others] if x == MEMORY else others) or "all"].append(case)
-    return {name: sorted(g, key=lambda case: _x(case, x)) for name, g in by_group.items() if len(g) > 1}
+    return {name: sorted(g, key=lambda case: _x_value(case, x)) for name, g in by_group.items() if len(g) > 1}
 
 
-def _x(case: CaseResult, x: str) -> float:
+def _x_value(case: CaseResult, x: str) -> float:
     if x != MEMORY:
         return case.params[x]
     return case.bytes / (4 * math.prod(case.params[name] for name in CACHE))
 
 
 def plot(report: Report, cases: list[CaseResult], path: Path, view: View) -> Path:
-    """Draw one group of cases; `path` ends with the format."""
+    """Draw one group of cases; the suffix of ``path`` is the format."""
     ys, by = view.y.split(","), view.by
     lines: dict[str, list[tuple[CaseResult, Row]]] = defaultdict(list)
     for case in cases:
@@ -85,7 +87,7 @@ def _label(name: str, value: object) -> str:
 
 def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes: Any, x: str, y: str) -> None:
     for name, pairs in lines.items():
-        points = [(_x(case, x), *_value(case, row, y)) for case, row in pairs if _drawn(case, row, y)]
+        points = [(_x_value(case, x), *_value(case, row, y)) for case, row in pairs if _has_value(case, row, y)]
         if not points:
             if name not in PROBES:
                 axes.plot([], [])  # keeps the colours of the neighbouring panel
@@ -100,7 +102,7 @@ def _panel(report: Report, lines: dict[str, list[tuple[CaseResult, Row]]], axes:
     if y == "tb_s":
         peak = report.peak["tb_s"]
         axes.axhline(peak, color="0.2", linewidth=1, label=f"copy peak {peak:.3g} TB/s")
-    sizes = sorted({_x(case, x) for pairs in lines.values() for case, _ in pairs})
+    sizes = sorted({_x_value(case, x) for pairs in lines.values() for case, _ in pairs})
     if x == MEMORY:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
@@ -130,14 +132,14 @@ def _plain_ticks(axes: Any, sizes: list[float]) -> None:
     axes.minorticks_off()
 
 
-def _drawn(case: CaseResult, row: Row, y: str) -> bool:
+def _has_value(case: CaseResult, row: Row, y: str) -> bool:
     if y == "host":
         return row.name in case.host
     return row.us is not None and (y == "us" or getattr(row, y) is not None)
 
 
 def _value(case: CaseResult, row: Row, y: str) -> tuple[float, float, float]:
-    """Middle and interval of the plotted quantity."""
+    """Median and interval of the plotted quantity."""
     if y == "vs_peer":
         assert row.vs_peer is not None
         return row.vs_peer.ratio, row.vs_peer.lo, row.vs_peer.hi

@@ -11,11 +11,10 @@ from .results import Report
 
 
 def plot(report: Report, path: Path) -> Path:
-    """Draw a bar for each contender that was measured; its label is the ratio to the baseline with the 95 % interval.
-    ``path`` ends with the format."""
+    """Draw a bar per measured contender, labelled with its speed-up over the baseline; the suffix is the format."""
     cases = [case for case in report.cases if any(row.us for row in case.rows)]
-    with panels(path, max(len(cases), 1), 3.2, 3.0, {"font.size": 8}) as (figure, every):
-        for axes, case in zip(every, cases, strict=False):
+    with panels(path, max(len(cases), 1), 3.2, 3.0, {"font.size": 8}) as (figure, all_axes):
+        for axes, case in zip(all_axes, cases, strict=False):
             rows = [row for row in case.rows if row.us][::-1]
             rates = [1e6 / row.us.median for row in rows if row.us]
             colours = ["0.6" if row.kind in ("baseline", "peer") else "tab:blue" for row in rows]

@@ -17,7 +17,7 @@ EMPTY = Path(__file__).parent / "baselines" / "empty.cu"
 
 
 def copy_call(moved: int, sets: int, device: torch.device) -> Call:
-    """A contiguous copy that reads and writes `moved` bytes together, on rotating buffers."""
+    """Contiguous copy that reads and writes ``moved`` bytes in total, on rotating buffers."""
     half = max(moved // 2, 1)
     if half > LARGEST:
         return _copy_in_parts(half, device)
@@ -64,8 +64,8 @@ def copy_bandwidth(timer: Timer, nbytes: int | None = None, rounds: int = 20) ->
     return {"nbytes": nbytes, **dict(zip(("tb_s", "lo", "hi"), tb_s, strict=True))}
 
 
-def floor(timer: Timer, rounds: int = 100) -> dict[str, Any]:
-    """Microseconds between two events around an empty kernel, with their 95 % interval, and which kernel it was."""
+def floor(timer: Timer) -> dict[str, Any]:
+    """Microseconds between two events around an empty kernel, with their 95 % interval, and the kernel's name."""
     call, kernel = empty_call(timer.device)
-    us = summary(timer.sample({"empty": call}, rounds)["empty"])
+    us = summary(timer.sample({"empty": call}, 100)["empty"])
     return {"us": us.median, "lo": us.lo, "hi": us.hi, "kernel": kernel}

@@ -17,7 +17,7 @@ from .stats import Summary, rank_test
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times of one of our rows in both results; `verdict` is slower, faster or same."""
+    """Times of one of our rows in both results; ``verdict`` is slower, faster or same."""
 
     case: str
     name: str
@@ -31,7 +31,7 @@ def outcomes(old: Report, new: Report) -> list[Outcome]:
     if (old.op, old.machine["slug"]) != (new.op, new.machine["slug"]):
         raise ValueError(
             f"cannot compare {old.op} on {old.machine['slug']} with {new.op} on {new.machine['slug']}: "
-            "times of another op or machine say nothing"
+            "expected the same op and machine"
         )
     before, after = _own_rows(old), _own_rows(new)
     if not before.keys() & after.keys():
@@ -71,7 +71,7 @@ def table(compared: list[Outcome], old: Report, new: Report) -> Grid:
     title = f"{new.op} on {new.machine['name']}: {revision_of(old.machine)} before, {revision_of(new.machine)} after"
     header = ["case", "contender", "before, us", "after, us", "time", "verdict"]
     note = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-    return Grid(title, header, rows, [f"{note}; slower: intervals apart, more than 2 %, rank test p < 0.05"], names=2)
+    return Grid(title, header, rows, [f"{note}; slower: intervals apart, more than 2 %, rank test p < 0.05"], labels=2)
 
 
 def _us(us: Summary) -> str:

@@ -58,7 +58,7 @@ def _rate(case: CaseResult, row: Row, each: int = 1) -> str:
 
 
 def _share(case: CaseResult, row: Row) -> str:
-    """Time beyond the baseline as a percentage of the row, with its interval."""
+    """Time beyond the baseline in percent of the row's time, with its interval."""
     a = row.vs_baseline
     return "" if a is None else f"{100 * (1 - a.ratio):.2f} % [{100 * (1 - a.hi):.2f}, {100 * (1 - a.lo):.2f}]"
 
@@ -70,7 +70,7 @@ def _of_engine(case: CaseResult, row: Row, name: str) -> Any:
 
 
 def _batch_time(case: CaseResult, row: Row) -> str:
-    """Milliseconds of a step, from the time per token."""
+    """Milliseconds per step, from the time per token."""
     batch = _of_engine(case, row, "batch") if case.params.get("what") == "steps" else 0
     return f"{row.us.median * batch / 1000:.2f}" if row.us and batch else ""
 
@@ -116,7 +116,7 @@ OPTIONS = {"rows", "contenders", "columns", "pivot", "by", "targets", "on"}
 
 
 def table(report: Report, options: dict[str, str]) -> Grid:
-    """Cases and contenders, a pivot of them, or targets, by the options of a marker."""
+    """Table chosen by the options of a marker: cases and contenders, a pivot, or targets."""
     if "targets" in options:
         header, lines = targets.grid(report, options["targets"])
     else:
@@ -124,10 +124,9 @@ def table(report: Report, options: dict[str, str]) -> Grid:
         always = len(columns) if "columns" in options else 2
         pivoted = "pivot" in options
         header, lines = _pivot(report, options) if pivoted else grid(_pairs(report, options), columns, always)
-    names = 1 if "pivot" in options else min(2, len(header))
-    if options.keys() & {"pivot", "columns", "targets"}:
-        return Grid(caption(report), header, lines, names=names)
-    return Grid(caption(report), header, lines, notes(report), names)
+    labels = 1 if "pivot" in options else min(2, len(header))
+    selected = options.keys() & {"pivot", "columns", "targets"}
+    return Grid(caption(report), header, lines, [] if selected else notes(report), labels)
 
 
 def caption(report: Report) -> str:
@@ -197,7 +196,7 @@ def _pairs(report: Report, options: dict[str, str]) -> list[tuple[CaseResult, Ro
 
 
 def grid(pairs: Sequence[tuple[CaseResult, Row]], names: Sequence[str], always: int) -> Cells:
-    """Header and lines, one line per contender; empty columns after the first ``always`` are left out."""
+    """Header and lines, one line per contender, without empty columns after the first ``always``."""
     columns = _columns(names)
     lines = [[cell(case, row) for _, cell in columns] for case, row in pairs]
     keep = [i for i in range(len(columns)) if i < always or any(line[i] for line in lines)]
@@ -205,7 +204,7 @@ def grid(pairs: Sequence[tuple[CaseResult, Row]], names: Sequence[str], always: 
 
 
 def _pivot(report: Report, options: dict[str, str]) -> Cells:
-    """Header and lines, one line per case and one column per contender or, with `by`, per value of that parameter."""
+    """Header and lines, one line per case and one column per contender or, with ``by``, per value of that parameter."""
     columns, by = _columns(options["pivot"].split(",")), options.get("by")
     lines: dict[str, dict[str, str]] = {}
     title = "case"
@@ -218,7 +217,7 @@ def _pivot(report: Report, options: dict[str, str]) -> Cells:
             title, line, column = " ".join(others), " ".join(others.values()), f"{by} {case.params[by]}"
         cells = lines.setdefault(line, {})
         if column in cells:
-            raise ValueError(f"by {by!r}: {case.name}, {row.name} is not alone there; choose with rows and contenders")
+            raise ValueError(f"by {by!r}: {case.name}, {row.name} shares its cell; select with rows and contenders")
         cells[column] = ", ".join(filter(None, (cell(case, row) for _, cell in columns)))
     names = list(dict.fromkeys(name for cells in lines.values() for name in cells))
     if by:

@@ -18,7 +18,7 @@ from .stats import Summary
 
 @dataclass(frozen=True)
 class Against:
-    """Comparison of a row with another: ratio > 1 means the row is faster. `g` is None without variance."""
+    """Comparison with another row: ``ratio`` > 1 means this row is faster; ``g`` is None without variance."""
 
     name: str
     ratio: float
@@ -66,7 +66,7 @@ class CaseResult:
     measured: str = ""  # revision and date, if they differ from the report's
 
     def row(self, kind: str) -> Row | None:
-        """The correct row of that kind, if there is one."""
+        """First correct row of that kind, or None."""
         return next((row for row in self.rows if row.kind == kind and row.us), None)
 
 
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """Errors of our own contenders; empty if all are correct."""
+        """Errors of cases and of our contenders; empty if all are correct."""
         errors = [f"{case.name}: {case.error}" for case in self.cases if case.error]
         for case in self.cases:
             errors += [
@@ -93,7 +93,7 @@ class Report:
 
 
 def dumps(report: Report) -> str:
-    """The report as JSON: keys in the order of the fields, one line per list of numbers."""
+    """Report as JSON, with one line per list of numbers."""
     text = json.dumps(results.trim({"schema": results.SCHEMA, **asdict(report)}), indent=1, allow_nan=False)
     return re.sub(r"\[\n\s*([-+.\deE,\s]+?)\n\s*\]", lambda m: "[" + " ".join(m.group(1).split()) + "]", text) + "\n"
 
@@ -130,7 +130,7 @@ def _setting(value: Any) -> Any:
 
 
 def load(path: Path | str) -> Report:
-    """Read what `save` wrote; ValueError for anything else."""
+    """Read a file that `save` wrote; ValueError for anything else."""
     return loads(Path(path).read_text(encoding="utf-8"), str(path))
 
 

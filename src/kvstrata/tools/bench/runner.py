@@ -59,7 +59,7 @@ def run(
             result.error = f"left out: the {seconds:g} s of this run were over"
         else:
             result = measure(case, timer, rounds, report.peak["tb_s"])
-            broken = case.name if _is_broken(timer) else ""
+            broken = case.name if _device_failed(timer) else ""
         report.cases.append(result)
         after_case(report)
         if not broken:
@@ -69,13 +69,13 @@ def run(
 
 def new_report(op: str, timer: Timer, method: dict[str, Any], revision: str | None) -> Report:
     """A report without cases: machine, method, copy bandwidth and launch floor."""
-    peak, ground = copy_bandwidth(timer), floor(timer)
+    peak, floor_us = copy_bandwidth(timer), floor(timer)
     release(timer.device)
-    return Report(op, describe(timer.device, revision), method, peak, ground)  # clocks of a busy device
+    return Report(op, describe(timer.device, revision), method, peak, floor_us)  # clocks of a busy device
 
 
 def select(cases: Iterable[T], only: str, name: str = "name") -> list[T]:
-    """The cases whose attribute ``name`` matches a glob; ValueError lists the names if none does."""
+    """Cases whose attribute ``name`` matches a glob; ValueError lists the names if none does."""
     cases = list(cases)
     names = [getattr(case, name) for case in cases]
     chosen = [case for case, own in zip(cases, names, strict=True) if fnmatch(own, only)]
@@ -92,7 +92,7 @@ def measure(case: Case, timer: Timer, rounds: int, peak: float) -> CaseResult:
         _measure(case, timer, rounds, peak, result)
         timer.clock.synchronize()
     except Exception as error:
-        result.error, result.rows = _short(error), []
+        result.error, result.rows = _message(error), []
     result.seconds = time.monotonic() - begin
     return result
 
@@ -110,19 +110,19 @@ def _measure(case: Case, timer: Timer, rounds: int, peak: float, result: CaseRes
     errors: dict[str, str] = {}
     if case.graph and timer.device.type == "cuda":
         calls, errors = _captured(calls, timer, case.sets)
-    errors |= _verify_on(timer, bench, calls, case.sets)
+    errors |= _verify(timer, bench, calls, case.sets)
     timed = {name: call for name, call in calls.items() if name not in errors}
     timed["copy"] = copy_call(case.bytes, case.sets, timer.device)
     timed["empty"] = empty_call(timer.device)[0]
     samples = timer.sample(timed, case.rounds or rounds, case.sets, seconds=case.seconds, before=bench.before)
-    right = {name: call for name, call in calls.items() if name not in errors}
-    errors |= _verify_on(timer, bench, right, case.sets)
+    correct = {name: call for name, call in calls.items() if name not in errors}
+    errors |= _verify(timer, bench, correct, case.sets)
     for name in [*bench.contenders, *PROBES]:
         row = Row(name, _kind(name, bench), name not in errors, errors.get(name), name in timer.host_bound)
         if row.correct:
             row.us, row.samples = summary(samples[name]), samples[name].tolist()
         result.rows.append(row)
-    _judge(result, case, peak)
+    _rate(result, case, peak)
     if timer.device.type == "cuda":  # on a CPU the time itself is host time
         right = {name: call for name, call in bench.host.items() if name not in errors}
         before = bench.before if bench.burst == 1 else None
@@ -136,7 +136,7 @@ def _captured(calls: dict[str, Call], timer: Timer, sets: int) -> tuple[dict[str
         try:
             captured[name] = timer.capture(call, sets)
         except Exception as error:
-            errors[name] = f"cannot be captured: {_short(error)}"
+            errors[name] = f"cannot be captured: {_message(error)}"
     return captured, errors
 
 
@@ -153,32 +153,32 @@ def verify(bench: Bench, calls: dict[str, Call], sets: int, wait: Callable[[], N
                 bench.check(name, i, call(i))
             wait()
         except Exception as error:
-            errors[name] = _short(error)
+            errors[name] = _message(error)
     return errors
 
 
-def _verify_on(timer: Timer, bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
+def _verify(timer: Timer, bench: Bench, calls: dict[str, Call], sets: int) -> dict[str, str]:
     """`verify`; raises RuntimeError, naming the contender, if one of them broke the device."""
     errors = verify(bench, calls, sets, timer.clock.synchronize)
-    if errors and _is_broken(timer):
+    if errors and _device_failed(timer):
         name, message = next(iter(errors.items()))
         raise RuntimeError(f"{name}: {message}")
     return errors
 
 
-def _judge(result: CaseResult, case: Case, peak: float) -> None:
-    """Fill in bandwidth, shares and comparisons of the rows that have times."""
+def _rate(result: CaseResult, case: Case, peak: float) -> None:
+    """Fill in bandwidth and comparisons of the rows that have times."""
     compare(result)
     timed = {row.name: row for row in result.rows if row.us}
-    ground = _median(timed["empty"])
+    floor_us = _median(timed["empty"])
     for row in timed.values():
         t = _median(row)
-        row.over_floor = t / ground
+        row.over_floor = t / floor_us
         if row.name == "empty":
             continue
         row.tb_s = 1e-6 * case.bytes / t
         row.of_peak = row.tb_s / peak
-        row.less_floor = row.of_peak * t / (t - ground) if t > 2 * ground else None
+        row.less_floor = row.of_peak * t / (t - floor_us) if t > 2 * floor_us else None
         if row.kind == "probe":
             continue
         row.tflop_s = 1e-6 * case.flops / t if case.flops else None
@@ -186,7 +186,7 @@ def _judge(result: CaseResult, case: Case, peak: float) -> None:
 
 
 def compare(result: CaseResult) -> None:
-    """Compare the rows that have times with the baseline, and ours with the fastest peer."""
+    """Compare rows that have times with the baseline, and ours with the fastest peer."""
     baseline, timed = result.row("baseline"), [row for row in result.rows if row.us and row.kind != "probe"]
     fastest = min((row for row in timed if row.kind == "peer"), key=_median, default=None)
     for row in timed:
@@ -215,7 +215,7 @@ def _median(row: Row) -> float:
     return row.us.median
 
 
-def _short(error: Exception) -> str:
+def _message(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
 
@@ -228,7 +228,7 @@ def _progress(cases: Sequence[Case]) -> Iterable[Case]:
     return track(cases, f"bench {cases[0].op}", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
-def _is_broken(timer: Timer) -> bool:
+def _device_failed(timer: Timer) -> bool:
     """True if a kernel failed in a way that makes the device unusable for this process."""
     try:
         timer.clock.synchronize()

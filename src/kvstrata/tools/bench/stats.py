@@ -20,7 +20,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Summary:
-    """Order statistics of one set of samples; `lo` to `hi` is the 95 % interval of the median."""
+    """Order statistics of one set of samples; ``lo`` to ``hi`` is the 95 % interval of the median."""
 
     n: int
     median: float
@@ -74,7 +74,7 @@ def hedges_g(a: ArrayLike, b: ArrayLike, tails: float = 0.0) -> float:
     pooled = math.sqrt(float((x.size - 1) * x.var(ddof=1) + (y.size - 1) * y.var(ddof=1)) / (n - 2))
     if pooled == 0:
         return math.copysign(math.inf, difference) if difference else 0.0
-    pooled /= _narrowing(tails)
+    pooled /= _winsorized_std(tails)
     return difference / pooled * (1 - 3 / (4 * n - 9))
 
 
@@ -97,7 +97,7 @@ def _checked(samples: ArrayLike, name: str, least: int = 1) -> Array:
     return x
 
 
-def _narrowing(tails: float) -> float:
+def _winsorized_std(tails: float) -> float:
     """Standard deviation of a winsorized standard normal variable."""
     if not tails:
         return 1.0

@@ -18,13 +18,13 @@ UNIT = 64
 def layer(
     formats: Sequence[Format], counts: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int
 ) -> BucketedCacheLayer:
-    """A layer with ``counts [requests, kv_heads, tiers]`` tokens, at positions in the order of tiers."""
+    """Layer with ``counts [requests, kv_heads, tiers]`` tokens, whose positions ascend from tier to tier."""
     generator = torch.Generator(device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     requests, heads, tiers = counts.shape
     size = formats[0].page_tokens
     pages = -(-counts // size)
-    strides = [-(-(f.page_bytes + 6 * size) // UNIT) * UNIT for f in formats]  # positions and importance
+    strides = [-(-(f.page_bytes + 6 * size) // UNIT) * UNIT for f in formats]  # with positions and importance
     most = int((-(-counts.sum(-1) // size)).max()) + tiers
     used = [int(pages[..., t].sum()) for t in range(tiers)]
     total = sum(n * stride for n, stride in zip(used, strides, strict=True))
@@ -42,7 +42,7 @@ def layer(
         where = torch.arange(most) < pages[..., t : t + 1]
         table[:, :, t][where] = ((offset + torch.randperm(n, generator=order) * stride) // UNIT).int()
         first = counts[..., :t].sum(-1, keepdim=True)
-        _number(rows, table[:, :, t], where, first, f, size, offset, stride)
+        _write_positions(rows, table[:, :, t], where, first, f, size, offset, stride)
         offset += n * stride
     lengths = counts.sum(-1).amax(1).int().to(device)
     centre = torch.randn(requests, heads, formats[0].head_dim, device=device, generator=generator) * 0.1
@@ -54,11 +54,11 @@ def layer(
     )  # fmt: skip
 
 
-def _number(
+def _write_positions(
     rows: torch.Tensor, table: torch.Tensor, where: torch.Tensor, first: torch.Tensor, f: Format, size: int,
     offset: int, stride: int,
 ) -> None:  # fmt: skip
-    """Write positions into the pages; beyond int16 they wrap, which is harmless since nothing reads them here."""
+    """Write positions into the pages; beyond int16 they wrap, which is harmless because nothing reads them here."""
     page = torch.arange(table.shape[-1]).expand(table.shape)
     start = (first + page * size)[where]
     index = ((table[where].long() * UNIT - offset) // stride).to(rows.device)

@@ -1,6 +1,6 @@
-"""Interleaved sampling: every contender once per round, in a new order each round, on rotating input sets.
+"""Interleaved sampling: every contender once per round, in random order, on rotating input sets.
 
-Drift of clocks and temperature then affects all contenders alike, and no input stays in a cache.
+Drift of clocks and temperature affects all contenders alike, and no input stays in a cache.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from kvstrata.replay.graph import no_collection
+from kvstrata.replay.graph import gc_disabled
 
 from .clock import Call, CpuClock, CudaClock, WallClock
 from .machine import cache_bytes
 from .stats import Array
 
 BATCH = 16  # rounds between two synchronisations
-FEWEST = 5  # minimum number of rounds and bursts, even when the time is up
-LONG = 0.05  # seconds per round from which on every round is synchronised
+MIN_ROUNDS = 5  # minimum number of rounds and bursts, even when the time is up
+LONG_ROUND = 0.05  # seconds per round from which on every round is synchronised
 BURST = 50  # calls in one host burst: launches of one kernel, far below the depth of the launch queue
 
 
@@ -47,7 +47,7 @@ class Timer:
 
     @property
     def host_bound(self) -> frozenset[str]:
-        """Contenders of the last `sample` whose device time contains host time."""
+        """Contenders of the last `sample` whose device time includes waiting for the host."""
         return frozenset(self.clock.host_bound)
 
     def sample(
@@ -65,21 +65,21 @@ class Timer:
         `before` runs ahead of every sample, after the flush and outside the measured time.
         """
         order = random.Random(seed)
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        batch = BATCH if self._warm(calls, sets, warmup, before) < LONG else 1  # the limit is checked when synchronised
-        with no_collection():
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        batch = BATCH if self._warm(calls, sets, warmup, before) < LONG_ROUND else 1  # synchronised once per batch
+        with gc_disabled():
             limit = time.perf_counter() + seconds
             for first in range(0, rounds, batch):
                 marks = []
                 for r in range(first, min(first + batch, rounds)):
-                    if r >= FEWEST and time.perf_counter() > limit:
+                    if r >= MIN_ROUNDS and time.perf_counter() > limit:
                         break
                     for name in order.sample(list(calls), len(calls)):
                         marks.append((name, self.clock.time(name, calls[name], r % sets, before)))
                 self.clock.synchronize()
                 for name, mark in marks:
-                    taken[name].append(self.clock.us(mark))
-        return {name: np.asarray(us) for name, us in taken.items()}
+                    samples[name].append(self.clock.us(mark))
+        return {name: np.asarray(us) for name, us in samples.items()}
 
     def host(
         self,
@@ -95,11 +95,11 @@ class Timer:
         A ``burst`` of calls has to fit the launch queue, otherwise the host waits for the device. ``before`` runs ahead
         of each burst, outside the measured time. Fewer bursts (at least 5) are taken after ``seconds``.
         """
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        with no_collection():
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        with gc_disabled():
             limit = time.perf_counter() + seconds
             for number in range(bursts + 1):
-                if number > FEWEST and time.perf_counter() > limit:
+                if number > MIN_ROUNDS and time.perf_counter() > limit:
                     break
                 for name, call in calls.items():
                     if before:
@@ -108,9 +108,9 @@ class Timer:
                     start = time.perf_counter()
                     for i in range(burst):
                         call(i % sets)
-                    taken[name].append(1e6 * (time.perf_counter() - start) / burst)
+                    samples[name].append(1e6 * (time.perf_counter() - start) / burst)
             self.clock.synchronize()
-        return {name: np.asarray(us[1:]) for name, us in taken.items()}  # the first burst warms up
+        return {name: np.asarray(us[1:]) for name, us in samples.items()}  # the first burst warms up
 
     def capture(self, call: Call, sets: int = 1) -> Call:
         """Capture a call as CUDA graphs, one per input set; a replay returns what the captured call returned."""

@@ -36,11 +36,11 @@ class Worst:
 
 
 @contextmanager
-def compared() -> Iterator[Worst]:
+def compare_with_reference() -> Iterator[Worst]:
     """Run every `PackedLayer.attend` twice, with the kernels and with the reference; the kernels' output is used."""
     worst, attend = Worst(), packed.PackedLayer.attend
 
-    def both(
+    def attend_twice(
         self: packed.PackedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, batch: Batch,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
@@ -54,7 +54,7 @@ def compared() -> Iterator[Worst]:
             rows = slice(part.first, part.first + part.tokens)
             worst.add(out[rows], expected[rows])
 
-    with mock.patch.object(packed.PackedLayer, "attend", both):
+    with mock.patch.object(packed.PackedLayer, "attend", attend_twice):
         yield worst
 
 

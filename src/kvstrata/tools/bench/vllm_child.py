@@ -30,7 +30,7 @@ FEW_BLOCKS = 64  # distinct blocks of rows, repeated over the cache
 
 
 def blocks_like(cache: torch.Tensor, backend: str, format: str | None, head_dim: int) -> torch.Tensor:
-    """A few blocks of random rows in the engine's format, in the shape of ``cache [num_blocks, H, N, C]``."""
+    """A few blocks of random rows in the engine's format, shaped like ``cache [num_blocks, H, N, C]``."""
     generator = torch.Generator(cache.device).manual_seed(0)
     count, (kv_heads, block_size, content) = min(FEW_BLOCKS, cache.shape[0]), cache.shape[1:]
     if backend == "CUSTOM":
@@ -76,10 +76,10 @@ def steps(llm: Any, batch: int, context: int) -> list[float]:
     samples = []
     for _ in range(GROUPS + 1):
         begin = time.perf_counter()
-        told = sum(len(engine.step()) for _ in range(GROUP))
+        tokens = sum(len(engine.step()) for _ in range(GROUP))
         samples.append((time.perf_counter() - begin) * 1e6 / (GROUP * batch))
-        if told != GROUP * batch:
-            raise RuntimeError(f"expected {GROUP * batch} tokens in {GROUP} steps of {batch} requests, got {told}")
+        if tokens != GROUP * batch:
+            raise RuntimeError(f"expected {GROUP * batch} tokens in {GROUP} steps of {batch} requests, got {tokens}")
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
@@ -106,24 +106,24 @@ def prompts(llm: Any, count: int, length: int, rounds: int = 3) -> list[float]:
     return samples[1:]
 
 
-def probe(llm: Any) -> list[dict[str, Any]]:
+def sample_logprobs(llm: Any) -> list[dict[str, Any]]:
     """First token of a few prompts, from prefill, and the best logprobs of the second, from decode."""
     import vllm
 
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, logprobs=TOP)
     ids = [[(7 * i + 13 * j) % 29000 + 5 for j in range(100 + 211 * i)] for i in range(4)]
     outs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-    told = []
-    for out in outs:
-        one = out.outputs[0]
-        told.append({"first": one.token_ids[0], "second": {str(k): v.logprob for k, v in one.logprobs[1].items()}})
-    return told
+    completions = [out.outputs[0] for out in outs]
+    return [
+        {"first": each.token_ids[0], "second": {str(k): v.logprob for k, v in each.logprobs[1].items()}}
+        for each in completions
+    ]
 
 
-def measure(given: dict[str, Any]) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Start the engine that ``given`` describes and run its cases; one that fails has an error instead of samples."""
     begin = time.perf_counter()
-    backend, format = given["backend"], given["format"]
+    backend, format = job["backend"], job["format"]
     vllm_engine.prepare()
     if backend == "CUSTOM":
         from kvstrata.engines.vllm import KvstrataBackend
@@ -134,40 +134,40 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
 
     from .vllm_connector import CONFIG
 
-    told: dict[str, Any] = {"vllm": vllm.__version__, "cases": {}, "errors": {}}
-    batches = sorted({case["batch"] for case in given["cases"] if case["what"] == "steps"})
+    result: dict[str, Any] = {"vllm": vllm.__version__, "cases": {}, "errors": {}}
+    batches = sorted({case["batch"] for case in job["cases"] if case["what"] == "steps"})
     with tempfile.TemporaryDirectory() as model:
-        vllm_engine.write_model(model, given["model"])
+        vllm_engine.write_model(model, job["model"])
         llm = vllm_engine.start(
-            model, backend, format, batches, max_model_len=given["max_tokens"], max_num_seqs=max(batches),
+            model, backend, format, batches, max_model_len=job["max_tokens"], max_num_seqs=max(batches),
             max_num_batched_tokens=8192, enable_prefix_caching=False, gpu_memory_utilization=0.9,
-            kv_cache_memory_bytes=given["cache_bytes"], kv_transfer_config=CONFIG,
+            kv_cache_memory_bytes=job["cache_bytes"], kv_transfer_config=CONFIG,
         )  # fmt: skip
         vllm_engine.randomize(llm)
         cache = llm.llm_engine.vllm_config.cache_config
-        told |= {"block_size": cache.block_size, "cache_tokens": cache.num_gpu_blocks * cache.block_size}
-        told["start_s"] = time.perf_counter() - begin
-        told["probe"] = probe(llm)
+        result |= {"block_size": cache.block_size, "cache_tokens": cache.num_gpu_blocks * cache.block_size}
+        result["start_s"] = time.perf_counter() - begin
+        result["probe"] = sample_logprobs(llm)
         if backend == "CUSTOM":
-            with vllm_check.without_graphs(vllm_engine.runner_of(llm)), vllm_check.compared() as worst:
-                told["eager"] = probe(llm)
-            told |= {"error": worst.error, "compared": worst.calls}
+            with vllm_check.without_graphs(vllm_engine.runner_of(llm)), vllm_check.compare_with_reference() as worst:
+                result["eager"] = sample_logprobs(llm)
+            result |= {"error": worst.error, "compared": worst.calls}
         fill(llm, backend, format)
-        for case in given["cases"]:
-            if time.perf_counter() - begin > given["seconds"]:
-                told["errors"][case["name"]] = "no time was left"
+        for case in job["cases"]:
+            if time.perf_counter() - begin > job["seconds"]:
+                result["errors"][case["name"]] = "no time was left"
                 continue
             run = steps if case["what"] == "steps" else prompts
             try:
-                told["cases"][case["name"]] = run(llm, case["batch"], case["tokens"])
+                result["cases"][case["name"]] = run(llm, case["batch"], case["tokens"])
             except Exception as error:  # anything that vLLM raises: other cases were measured
-                told["errors"][case["name"]] = f"{type(error).__name__}: {error}"
+                result["errors"][case["name"]] = f"{type(error).__name__}: {error}"
                 break  # the engine's state is unknown
             finally:  # the last line counts, in case the process is killed
-                told["seconds"] = time.perf_counter() - begin
-                print(MARK + json.dumps(told), flush=True)
+                result["seconds"] = time.perf_counter() - begin
+                print(MARK + json.dumps(result), flush=True)
         vllm_engine.close(llm)
-    return told
+    return result
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ CONFIG = {"kv_connector": "FilledConnector", "kv_connector_module_path": __name_
 
 
 class FilledConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector that transfers nothing."""
+    """Connector that transfers nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         if request.num_computed_tokens or request.prompt_token_ids[0] != FILLED:
             return 0, False
         return max(request.num_tokens - 1 - num_computed_tokens, 0), False
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+    def _no_op(self, *args: Any, **kwargs: Any) -> None:
         """Hooks of a transfer, which does not happen."""
 
-    update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
+    update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _no_op
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

@@ -94,18 +94,18 @@ def start(model: str, backend: str, format: str | None, sizes: Sequence[int] = (
     from kvstrata.engines import register_vllm
 
     register_vllm()
-    given: dict[str, Any] = dict(load_format="dummy", dtype="bfloat16", seed=0, skip_tokenizer_init=True)
-    given["attention_config"] = {"backend": backend}
+    arguments: dict[str, Any] = dict(load_format="dummy", dtype="bfloat16", seed=0, skip_tokenizer_init=True)
+    arguments["attention_config"] = {"backend": backend}
     if backend == "CUSTOM":
-        given["additional_config"] = {"kvstrata": {"format": format}}
+        arguments["additional_config"] = {"kvstrata": {"format": format}}
     elif format:
-        given["kv_cache_dtype"] = format
+        arguments["kv_cache_dtype"] = format
     if sizes:
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(set(sizes))}
-        given["compilation_config"] = graphs
+        arguments["compilation_config"] = graphs
     else:
-        given["enforce_eager"] = True
-    return vllm.LLM(model=model, **(given | options))
+        arguments["enforce_eager"] = True
+    return vllm.LLM(model=model, **(arguments | options))
 
 
 def close(llm: Any) -> None:
@@ -134,7 +134,7 @@ def randomize(llm: Any) -> None:
     runner = runner_of(llm)
     config, parallel = runner.model_config, runner.parallel_config
     dim, heads = config.get_head_size(), config.get_num_attention_heads(parallel)
-    sharp = (heads + config.get_num_kv_heads(parallel)) * dim  # rows of Q and K
+    qk_rows = (heads + config.get_num_kv_heads(parallel)) * dim  # rows of Q and K
     for name, weight in runner.get_model().named_parameters():
         if weight.dim() == 1:
             weight.fill_(1.0)
@@ -144,5 +144,5 @@ def randomize(llm: Any) -> None:
         if "lm_head" in name:
             std *= LOGIT_STD
         weight.normal_(0.0, std, generator=generator)
-        if "qkv_proj" in name:  # q . k / sqrt(dim) of activations of size 1 has a spread of 1
-            weight[:sharp].mul_(SCORE_STD**0.5)
+        if "qkv_proj" in name:  # without it, scores of unit activations have a standard deviation of 1
+            weight[:qk_rows].mul_(SCORE_STD**0.5)

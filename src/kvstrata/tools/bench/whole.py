@@ -35,7 +35,7 @@ LIMIT = 0.6  # largest mean relative error of K in a cache: that of 2 bits
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests with contexts of ``tokens`` tokens each, and the sizes of the model."""
+    """Requests with contexts of ``tokens`` tokens each, and the model's sizes."""
 
     requests: int
     tokens: int
@@ -157,7 +157,7 @@ class Steps:
         self.unwritten = True
 
     def write(self) -> None:
-        """Fill the room that the last `advance` made."""
+        """Write the rows of the last `advance`."""
         if self.unwritten:
             for layer in range(self.shape.layers):
                 self.cache.write(layer, self.k, self.v)
@@ -185,10 +185,10 @@ class Steps:
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
 
     def assert_read(self, out: torch.Tensor) -> None:
-        few = [0, self.shape.requests - 1][: self.shape.requests]
-        want = kvstrata.decode_attention(self.q[few], self.cache, self.layer, requests=few, backend="reference")
+        checked = [0, self.shape.requests - 1][: self.shape.requests]
+        want = kvstrata.decode_attention(self.q[checked], self.cache, self.layer, requests=checked, backend="reference")
         assert isinstance(want, torch.Tensor)
-        torch.testing.assert_close(out[few].float(), want.float(), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(out[checked].float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 _built: dict[tuple[Shape, torch.device], tuple[Steps, Steps]] = {}
@@ -197,20 +197,20 @@ _built: dict[tuple[Shape, torch.device], tuple[Steps, Steps]] = {}
 def steps_of(shape: Shape, device: torch.device) -> tuple[Steps, Steps]:
     """The caches of a shape, kept until another is requested; the second one is 16 bit."""
     if (shape, device) not in _built:
-        forget(device)
+        free_caches(device)
         short = [n % shape.page_tokens + 1 for n in shape.lengths]
         _built[shape, device] = (Steps(shape, device, shape.budget, shape.lengths), Steps(shape, device, None, short))
     return _built[shape, device]
 
 
-def forget(device: torch.device) -> None:
+def free_caches(device: torch.device) -> None:
     """Free the caches, which may take most of the memory."""
     _built.clear()
     release(device)
 
 
 def build_steps(calls: Mapping[str, Callable[[Steps], Any]], whole: bool, shape: Shape, device: torch.device) -> Bench:
-    """Calls that grow contexts in all layers (``whole``) or in the next; the first is ours, ``16 bit`` the baseline."""
+    """Bench of calls that grow contexts in all layers (``whole``) or in the next one; the first call is ours."""
     ours, plain = steps_of(shape, device)
     of = {name: plain if name == "16 bit" else ours for name in calls}
     lengths: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""Correctness on this machine: bench checks, random sweeps and compute-sanitizer."""
+"""Correctness checks on this machine: bench cases, random sweeps and compute-sanitizer."""

@@ -26,7 +26,7 @@ from .results import SANITIZER, TOOLS, Step
 
 TRIALS = (60, 12)  # trials per backend: full, quick
 SWEEP_SECONDS = (20.0, 6.0)  # seconds per backend; on a GPU mostly compiling
-WATCHED = (6, 3)  # trials under a tool
+SANITIZER_TRIALS = (6, 3)  # trials under a tool
 SECONDS = 420  # seconds per process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
 # Triton passes values to warps of warp_specialize between barriers that racecheck does not know.
@@ -37,7 +37,7 @@ TOOL_FLAGS = {
 
 
 def check_cases(op: str, device: torch.device) -> Step:
-    """Check our contenders in the quick cases of bench, on the inputs that bench would time."""
+    """Check our contenders in the quick bench cases, on the inputs that bench would time."""
     began, done, errors = time.perf_counter(), 0, []
     for case in cases.find(op).cases(device, True):
         count, failed = _check_case(case, device)
@@ -59,56 +59,54 @@ def _check_case(case: Case, device: torch.device) -> tuple[int, dict[str, str]]:
 def check_sweep(
     op: str, device: torch.device, backend: str, trials: int, first: int = 0, seconds: float = 60.0
 ) -> Step:
-    """Run random trials of one backend, as many as there is time for."""
+    """Run up to ``trials`` random trials of one backend within ``seconds``, in this process."""
     began = time.perf_counter()
     outcomes = list(sweeps.run(op, device, backend, range(first, first + trials), seconds))
     errors = [f"seed {o.seed}: {o.error}" for o in outcomes if o.error]
-    refused = [o.refused for o in outcomes if o.refused]
-    if len(refused) == len(outcomes):
-        return Step(f"sweep, {backend}", skipped=refused[0] if refused else "no trials were requested")
-    return Step(f"sweep, {backend}", len(outcomes) - len(refused), time.perf_counter() - began, errors)
+    unsupported = [o.unsupported for o in outcomes if o.unsupported]
+    if len(unsupported) == len(outcomes):
+        return Step(f"sweep, {backend}", skipped=unsupported[0] if unsupported else "no trials were requested")
+    return Step(f"sweep, {backend}", len(outcomes) - len(unsupported), time.perf_counter() - began, errors)
 
 
-def watch_sweep(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
-    """Run a sweep on a GPU in its own process, which is killed after `limit` seconds."""
+def run_sweep_process(op: str, backend: str, trials: int, first: int, seconds: float, limit: float) -> Step:
+    """Run a sweep on a GPU in a child process, which is killed after ``limit`` seconds."""
     began, name = time.perf_counter(), f"sweep, {backend}"
     command = _sweep_command(op, [backend], trials, "--first", str(first), "--seconds", str(seconds))
     try:
         output, code = child.run(command, limit)
-    except child.Late as error:
+    except child.Timeout as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
-    trials_run, errors, refused = read_sweep(output, code)
-    if refused and not trials_run and not errors:
-        return Step(name, skipped=refused)
+    trials_run, errors, unsupported = read_sweep(output, code)
+    if unsupported and not trials_run and not errors:
+        return Step(name, skipped=unsupported)
     return Step(name, trials_run, time.perf_counter() - began, errors)
 
 
 def read_sweep(text: str, code: int) -> tuple[int, list[str], str | None]:
-    """Number of trials, failures, and why a trial was refused, from the child's output."""
+    """Number of trials, failures, and why trials are unsupported, from the child's output."""
     trials = re.search(r"^(\d+) trials, (\d+) failed", text, re.MULTILINE)
-    refused = re.search(r"^\w+ refused: (.*)", text, re.MULTILINE)
+    unsupported = re.search(r"^\w+ unsupported: (.*)", text, re.MULTILINE)
     failed = re.findall(r"^\w+, (seed \d+: .*)", text, re.MULTILINE)
     if trials is None:
         tail = [line for line in text.splitlines() if line.strip()][-4:]
         failed.append(f"the child ended early, exit code {code}: " + " / ".join(tail))
-    return int(trials.group(1)) if trials else 0, failed, refused.group(1) if refused else None
+    return int(trials.group(1)) if trials else 0, failed, unsupported.group(1) if unsupported else None
 
 
 def _sweep_command(op: str, backends: Sequence[str], trials: int, *more: str) -> list[str]:
-    asked = [part for backend in backends for part in ("--backend", backend)]
-    return [sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *asked, "--trials", str(trials), *more]
+    chosen = [part for backend in backends for part in ("--backend", backend)]
+    return [sys.executable, "-m", "kvstrata.tools.check.sweeps", op, "cuda", *chosen, "--trials", str(trials), *more]
 
 
-def check_sanitizer(
-    tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float = SECONDS
-) -> Step:
-    """Run small trials under one tool of compute-sanitizer."""
+def check_sanitizer(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float) -> Step:
+    """Run small trials under one tool of compute-sanitizer, in a child process with a time limit."""
     began, name = time.perf_counter(), SANITIZER + tool
     flags = (*TOOL_FLAGS.get(tool, ()), *FLAGS)
     command = [sanitizer, "--tool", tool, *flags, *_sweep_command(op, backends, trials, "--fill")]
     try:
         output, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    except child.Late as error:
+    except child.Timeout as error:
         return Step(name, 0, time.perf_counter() - began, [str(error)])
     trials_run, errors = read_sanitizer(output, code)
     return Step(name, trials_run, time.perf_counter() - began, errors)
@@ -145,24 +143,24 @@ def run(
     limit: float = SECONDS,
 ) -> list[Step]:
     """Run all steps of an op, in order; `limit` kills a process that takes longer."""
-    trials, seconds, watched = TRIALS[quick], SWEEP_SECONDS[quick], WATCHED[quick]
-    there = sweeps.backends(op, device) if op in sweeps.names() else {}
-    beside = device.type == "cuda"
-    with ThreadPoolExecutor(len(there) + len(tools) + 1) as pool:
+    trials, seconds, sanitizer_trials = TRIALS[quick], SWEEP_SECONDS[quick], SANITIZER_TRIALS[quick]
+    available = sweeps.backends(op, device) if op in sweeps.names() else {}
+    parallel = device.type == "cuda"
+    with ThreadPoolExecutor(len(available) + len(tools) + 1) as pool:
         running = {}
-        if beside:  # threads that wait for processes
-            for backend in (name for name, reason in there.items() if reason is None):
-                running[backend] = pool.submit(watch_sweep, op, backend, trials, seed, seconds, limit)
-        sanitized = sanitize(op, device, tools, watched, limit, pool) if there else []
+        if parallel:  # each thread waits for a child process
+            for backend in (name for name, reason in available.items() if reason is None):
+                running[backend] = pool.submit(run_sweep_process, op, backend, trials, seed, seconds, limit)
+        sanitized = sanitize(op, device, tools, sanitizer_trials, limit, pool) if available else []
         tick("bench cases")
         steps = [check_cases(op, device)]
-        if not there:
+        if not available:
             return [*steps, Step("sweep", skipped=f"there is no sweep of {op}")]
-        for backend, reason in there.items():
+        for backend, reason in available.items():
             tick(f"sweep, {backend}")
             if reason:
                 steps.append(Step(f"sweep, {backend}", skipped=reason))
-            elif beside:
+            elif parallel:
                 steps.append(running[backend].result())
             else:
                 steps.append(check_sweep(op, device, backend, trials, seed, seconds))
@@ -174,9 +172,9 @@ def sanitize(
     op: str, device: torch.device, tools: Sequence[str], trials: int, limit: float, pool: ThreadPoolExecutor
 ) -> list[Step | Future[Step]]:
     """Run the tools in parallel; a tool that cannot run is skipped with the reason."""
-    there = sweeps.backends(op, device)
-    backends = [name for name in sweeps.find(op).SANITIZED if there.get(name) is None]
-    sanitizer = child.find("compute-sanitizer")
+    available = sweeps.backends(op, device)
+    backends = [name for name in sweeps.find(op).SANITIZED if available.get(name) is None]
+    sanitizer = child.find_tool("compute-sanitizer")
     reason = None
     if device.type != "cuda":
         reason = "needs a GPU"

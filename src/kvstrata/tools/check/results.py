@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Checked:
-    """One run of `kvstrata check`; `machine` holds the revision and the date."""
+    """One run of `kvstrata check`; ``machine`` includes the revision and the date."""
 
     op: str
     machine: dict[str, Any]
@@ -79,7 +79,7 @@ def load(path: Path) -> Checks:
 
 
 def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
-    """One row per op: bench cases, trials of the sweeps and under each tool, and the outcome."""
+    """One row per op: number of bench cases, of trials in the sweeps and under each tool, and the outcome."""
     header = ["op", "revision", "date", "bench cases", "sweeps", *TOOLS, "outcome"]
     lines = []
     for row in checks.rows:
@@ -90,11 +90,11 @@ def table(checks: Checks, options: dict[str, str] | None = None) -> Grid:
         cases = _cell([steps["bench cases"]] if "bench cases" in steps else [])
         outcome = "passed" if row.passed else "FAILED"
         lines.append([row.op, revision, row.machine["date"][:10], cases, _cell(sweeps), *tools, outcome])
-    return Grid(caption(checks), header, lines, notes(checks, skipped=options is None), names=3)
+    return Grid(caption(checks), header, lines, notes(checks, skipped=options is None), labels=3)
 
 
 def _cell(steps: list[Step]) -> str:
-    """Number of checks; FAILED, or the reason if none ran."""
+    """Number of checks, or FAILED, or ``skipped`` if none ran."""
     if any(step.errors for step in steps):
         return "FAILED"
     if not steps or all(step.skipped for step in steps):

@@ -46,7 +46,7 @@ class Advice:
 
 
 def family(sensitivity: Sensitivity) -> str:
-    """Name of the list of tiers that fits the model."""
+    """Key of `TIERS` for a model."""
     return "K over V" if sensitivity.ratio > 1.5 else "V over K" if sensitivity.ratio < 0.67 else "balanced"
 
 
@@ -73,14 +73,14 @@ def advise(
     _, exact = decode(
         model, ids, contenders.exact().make(model.config, rows, tokens), prompt=prompt, chunk=chunk, keep=True
     )
-    tried: list[Step] = []
+    steps_taken: list[Step] = []
 
-    def given(budget: float) -> dict[str, Any]:
+    def arguments_at(budget: float) -> dict[str, Any]:
         pages = {key: value for key, value in options.items() if key != "calibration"}  # only for StrataCache
         return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **pages)), **options}
 
     def measure(budget: float) -> Step:
-        contender = contenders.strata(budget, **given(budget))
+        contender = contenders.strata(budget, **arguments_at(budget))
         try:
             cache = contender.make(model.config, rows, tokens)
             scores, _ = decode(model, ids, cache, prompt=prompt, chunk=chunk, exact=exact)
@@ -90,11 +90,11 @@ def advise(
                 raise
             return Step(budget, float("inf"), budget, False)
         kl = sum(map(sum, scores.kl)) / (rows * sum(scores.count))
-        return Step(budget, kl, contender.size(cache) / contenders.full(model.config, rows, tokens), kl <= bound)
+        return Step(budget, kl, contender.size(cache) / contenders.full_bytes(model.config, rows, tokens), kl <= bound)
 
     def record(budget: float) -> Step:
         step = measure(budget)
-        tried.append(step)
+        steps_taken.append(step)
         tick(step)
         return step
 
@@ -110,8 +110,8 @@ def advise(
                 best = step
             else:
                 under = middle
-    arguments = {"budget": best.budget, **given(best.budget)} if best.fits else None
-    return Advice(name, arguments, tried)
+    arguments = {"budget": best.budget, **arguments_at(best.budget)} if best.fits else None
+    return Advice(name, arguments, steps_taken)
 
 
 def write(advice: Advice, path: Path) -> None:

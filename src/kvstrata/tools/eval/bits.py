@@ -26,7 +26,7 @@ class CodeBudget(Budget):
     """``old_price`` bytes per token and head beyond sink and recent tokens, which have whole plain pages."""
 
     old_price: float = 0.0
-    floor_extra = 0.0  # the width holds at every length
+    floor_extra = 0.0  # the width applies at every length
 
     def granted(self, tokens: int) -> int:
         plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]

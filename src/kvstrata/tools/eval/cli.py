@@ -1,4 +1,4 @@
-"""`kvstrata eval`, `advise`, `calibrate` and `drift`. Everything heavy is imported when a command runs."""
+"""The commands `eval`, `advise`, `calibrate` and `drift`. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def evaluate(
     tiers: Annotated[list[str] | None, typer.Option(help="Formats, widest first: K4V4,K3V2,K2V2; repeatable.")] = None,
     bits: Annotated[
         list[float] | None,
-        typer.Option(help="Compare tiers with one format at this mean width of codes instead of bytes; repeatable."),
+        typer.Option(help="Compare tiers with single formats of this mean width of codes, in bits; repeatable."),
     ] = None,
     packed: Annotated[
         list[str] | None,
-        typer.Option(help="Compare packed pages of this format, with a 16-bit tail, with tiers of as many bytes."),
+        typer.Option(help="Compare packed pages of this format, with a 16-bit tail, with tiers of the same bytes."),
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate: also run with it.")] = None,
     chunk: Annotated[
@@ -65,8 +65,8 @@ def evaluate(
     stretches: Annotated[
         int, typer.Option(min=1, help="Stretches of --tokens from each text, as one batch, for narrower intervals.")
     ] = 1,
-    device: ui.Where = ui.Device.auto,
-    dtype: ui.Precision = None,
+    device: ui.DeviceOption = ui.Device.auto,
+    dtype: ui.DtypeOption = None,
     needles: Annotated[bool, typer.Option(help="Also run needles in a haystack.")] = True,
     peers: Annotated[
         bool,
@@ -77,15 +77,15 @@ def evaluate(
         "quality.json"
     ),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/quality.json instead.")] = False,
-    results: ui.Results = Path("results"),
-    revision: ui.Revision = None,
-    as_json: ui.AsJson = False,
+    results: ui.ResultsOption = Path("results"),
+    revision: ui.RevisionOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Measure the quality of a compressed cache, and of its peers at the same bytes.
 
     The first half of each stretch of text is a prompt, the rest is decoded through the cache: perplexity, KL and top-1
-    agreement with 16 bit, and needles in a haystack. A stopped run continues; rows of another revision are measured
-    again.
+    agreement with 16 bit, and needles in a haystack. A run that was stopped continues where it was; rows of another
+    revision are measured again.
 
     Example: kvstrata eval --quick
 
@@ -97,96 +97,95 @@ def evaluate(
 
     Example: kvstrata eval --packed K4V4 --calibration calibration.safetensors --tokens 1024 --chunk 64
     """
-    ui.need(LIBRARIES, "hf", "this")
+    ui.require(LIBRARIES, "hf", "this")
     from kvstrata.quant.calibration import Calibration
     from kvstrata.tools.bench.machine import describe
 
-    from . import contenders as known
+    from . import contenders, plot, quality, render, texts
     from . import model as models
-    from . import plot, quality, render, texts
-    from . import results as kept
+    from . import results as saved
     from .packed import at_bytes, check_packed
 
-    say = ui.console(as_json)
+    console = ui.console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
     chunk = chunk or (64 if quick else 32)
-    with ui.refusing():
-        where = ui.device_of(device)
-        machine = describe(where, revision)
+    with ui.usage_errors():
+        torch_device = ui.device_of(device)
+        machine = describe(torch_device, revision)
         path = results / machine["slug"] / "quality.json" if save else out
         lists = [entry.split(",") for entry in tiers or []]
         _check(budgets, policy or [], lists)
         for name in packed or []:
             check_packed(name)
-        given = None if calibration is None else Calibration.load(calibration)
-        widths = [contender for width in bits or [] for contender in known.at_bits(width, peers, given)]
-        words = texts.load(chosen)
-        state = kept.load(path) if path.exists() else None
-        loaded, tokenizer = _loaded(model, where, ui.dtype_of(dtype), say)
+        calibrated = None if calibration is None else Calibration.load(calibration)
+        widths = [contender for width in bits or [] for contender in contenders.at_bits(width, peers, calibrated)]
+        corpus = texts.load(chosen)
+        state = saved.load(path) if path.exists() else None
+        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console)
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
-    if state is None or (state.model, state.texts) != (name, list(words)):
+    if state is None or (state.model, state.texts) != (name, list(corpus)):
         if state is not None:
-            ui.refuse(
-                f"--out: expected a new file, or results of {name} on {', '.join(words)},"
+            ui.usage_error(
+                f"--out: expected a new file, or results of {name} on {', '.join(corpus)},"
                 f" {path} has those of {state.model} on {', '.join(state.texts)}"
             )
-        state = kept.Quality(machine, name, list(words))
+        state = saved.Quality(machine, name, list(corpus))
     state.machine = machine
-    pages = known.fitting(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
+    pages = contenders.small_pages(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
     if peers and not (widths or packed):
-        state.note_absent(known.absent())
-    with ui.progress_bars(say) as bar:
+        state.note_absent(contenders.absent())
+    with ui.progress_bars(console) as bar:
         for length in lengths:
-            with ui.refusing():
-                ids = models.encode(tokenizer, words, length, stretches).to(where)
-            packed_contenders = [one for name in packed or [] for one in at_bytes(name, loaded.config, length, given)]
-            wanted = [*widths, *packed_contenders] or known.at_budgets(
-                loaded.config, budgets, policy or ["importance"], lists, length, peers, pages, given
+            with ui.usage_errors():
+                ids = models.encode(tokenizer, corpus, length, stretches).to(torch_device)
+            at_equal_bytes = [each for name in packed or [] for each in at_bytes(name, net.config, length, calibrated)]
+            wanted = [*widths, *at_equal_bytes] or contenders.at_budgets(
+                net.config, budgets, policy or ["importance"], lists, length, peers, pages, calibrated
             )
-            prompt = 0 if widths or packed_contenders else length // 2  # a width holds at every length
+            prompt = 0 if widths or at_equal_bytes else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
             quality.run(
-                loaded,
+                net,
                 ids,
                 wanted,
                 state,
                 prompt=prompt,
                 chunk=chunk,
-                after=lambda: kept.save(state, path),
+                after=lambda: saved.save(state, path),
                 tick=partial(_tick, bar, task, prompt, chunk),
             )
             bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
         if needles and not (widths or packed):
             sizes = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
-            ours = [known.strata(b, **pages) for b in budgets]
+            ours = [contenders.strata(b, **pages) for b in budgets]
             task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
             quality.run_needles(
-                loaded,
+                net,
                 tokenizer,
-                next(iter(words.values())),
+                next(iter(corpus.values())),
                 ours,
                 state,
                 lengths=sizes,
                 depths=depths,
                 asked=2 if quick else 4,
-                after=lambda: kept.save(state, path),
+                after=lambda: saved.save(state, path),
                 tick=lambda name, n: bar.advance(task),
             )
             bar.update(task, completed=(len(ours) + 1) * len(sizes) * len(depths))
-    kept.save(state, path)
+    saved.save(state, path)
     if as_json:
-        sys.stdout.write(kept.dumps(state))
-    say.print(render.table(state, {}).terminal())
+        sys.stdout.write(saved.dumps(state))
+    console.print(render.table(state, {}).terminal())
     if state.needles:
-        say.print(render.table(state, {"table": "needles"}).terminal())
-    say.print(f"Saved: {path}")
+        console.print(render.table(state, {"table": "needles"}).terminal())
+    console.print(f"Saved: {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        say.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")
+        console.print("No plot: it needs matplotlib, pip install 'kvstrata[bench]'")
     else:
-        say.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}")
+        console.print(f"Plot: {plot.plot(state, path.with_suffix('.png'))}")
 
 
 def advise(
@@ -198,10 +197,10 @@ def advise(
     calibration: Annotated[
         Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then refers to it.")
     ] = None,
-    device: ui.Where = ui.Device.auto,
-    dtype: ui.Precision = None,
+    device: ui.DeviceOption = ui.Device.auto,
+    dtype: ui.DtypeOption = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = Path("kvstrata.json"),
-    as_json: ui.AsJson = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Find the formats and the smallest budget that preserve the predictions of your model on your text.
 
@@ -213,56 +212,55 @@ def advise(
 
     Example: kvstrata advise --model ./my-model --text notes.txt --calibration calibration.safetensors --json
     """
-    ui.need(LIBRARIES, "hf", "this")
+    ui.require(LIBRARIES, "hf", "this")
     from kvstrata.quant.calibration import Calibration
 
     from . import advise as advice
-    from . import contenders as known
+    from . import contenders, sensitivity, texts
     from . import model as models
-    from . import sensitivity, texts
 
     if not kl > 0:
-        ui.refuse(f"--kl: expected a positive number of nats, got {kl:g}")
-    say = ui.console(as_json)
-    with ui.refusing():
-        where, precision = ui.device_of(device), ui.dtype_of(dtype)
-        words = texts.load(text or list(texts.DEFAULT[:1]))
+        ui.usage_error(f"--kl: expected a positive number of nats, got {kl:g}")
+    console = ui.console(as_json)
+    with ui.usage_errors():
+        torch_device, torch_dtype = ui.device_of(device), ui.dtype_of(dtype)
+        corpus = texts.load(text or list(texts.DEFAULT[:1]))
         by_file = {} if calibration is None else {"calibration": str(calibration)}
-        given = None if calibration is None else Calibration.load(calibration)
-        loaded, tokenizer = _loaded(model, where, precision, say)
-        ids = models.encode(tokenizer, words, tokens).to(where)
-    with ui.progress_bars(say) as bar:
-        layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
+        calibrated = None if calibration is None else Calibration.load(calibration)
+        net, tokenizer = _load_model(model, torch_device, torch_dtype, console)
+        ids = models.encode(tokenizer, corpus, tokens).to(torch_device)
+    with ui.progress_bars(console) as bar:
+        layers = net.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
-            loaded, ids[:, : min(tokens, 256)], given, tick=lambda name, done: bar.update(task, completed=done)
+            net, ids[:, : min(tokens, 256)], calibrated, tick=lambda name, done: bar.update(task, completed=done)
         )
         task = bar.add_task("budget", total=6)
         advised = advice.advise(
-            loaded,
+            net,
             ids,
             measured,
             kl,
             prompt=tokens // 2,
             chunk=chunk,
             tick=lambda step: bar.advance(task),
-            **known.fitting(room=16) | by_file,
+            **contenders.small_pages(room=16) | by_file,
         )
     if as_json:
         typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
     worst = sorted(range(len(measured.k)), key=lambda i: -measured.k[i] - measured.v[i])[:5]
-    say.print(f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.")
+    console.print(f"K costs {measured.ratio:.1f} times as much as V at {measured.bits} bits: {advised.family}.")
     for place in worst:
-        say.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V")
+        console.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V")
     for step in advised.steps:
         mark = "kept" if step.fits else "not kept"
-        say.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}")
+        console.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}")
     if advised.arguments is None:
-        ui.refuse(
+        ui.usage_error(
             f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
         )
     advice.write(advised, out)
-    say.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))")
+    console.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))")
 
 
 def calibrate(
@@ -272,10 +270,10 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Also measure what rounding K or V of each layer costs: two forwards per layer.")
     ] = False,
-    device: ui.Where = ui.Device.auto,
-    dtype: ui.Precision = None,
+    device: ui.DeviceOption = ui.Device.auto,
+    dtype: ui.DtypeOption = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.safetensors"),
-    as_json: ui.AsJson = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Compute the balance and the centres of a model's K, for StrataCache(..., calibration=FILE).
 
@@ -286,7 +284,7 @@ def calibrate(
 
     Example: kvstrata calibrate --model ./model.gguf --text notes.txt --sensitivity
     """
-    ui.need(LIBRARIES, "hf", "this")
+    ui.require(LIBRARIES, "hf", "this")
     from dataclasses import replace
 
     from kvstrata.hf.calibrate import calibrate as calibrate_model
@@ -295,21 +293,21 @@ def calibrate(
     from . import sensitivity as sides
     from . import texts
 
-    say = ui.console(as_json)
-    with ui.refusing():
-        where = ui.device_of(device)
-        words = texts.load(text or list(texts.DEFAULT[:1]))
-        loaded, tokenizer = _loaded(model, where, ui.dtype_of(dtype), say)
-        ids = models.encode(tokenizer, words, tokens).to(where)
+    console = ui.console(as_json)
+    with ui.usage_errors():
+        torch_device = ui.device_of(device)
+        corpus = texts.load(text or list(texts.DEFAULT[:1]))
+        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console)
+        ids = models.encode(tokenizer, corpus, tokens).to(torch_device)
     name = models.name_of(model)
-    with ui.progress_bars(say) as bar, ui.refusing():
+    with ui.progress_bars(console) as bar, ui.usage_errors():
         task = bar.add_task("balance and centres", total=1)
-        calibration = calibrate_model(loaded, ids, Path(name).name)
+        calibration = calibrate_model(net, ids, Path(name).name)
         bar.update(task, completed=1)
         if sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
             measured = sides.measure_sensitivity(
-                loaded, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
+                net, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
             )
             compressed = [i for i, x in enumerate(measured.k) if x or measured.v[i]]
             if len(compressed) == len(calibration.layers):
@@ -321,9 +319,9 @@ def calibrate(
     if as_json:
         layers = [{"layer": i, "balance": x} for i, x in enumerate(spread)]
         typer.echo(json.dumps({"out": str(out), "model": name, "layers": layers}, indent=1))
-    for place in sorted(range(len(spread)), key=lambda i: -spread[i])[:4]:
-        say.print(f"  layer {place}: the balance spans a factor of {spread[place]:g}")
-    say.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))")
+    for layer in sorted(range(len(spread)), key=lambda i: -spread[i])[:4]:
+        console.print(f"  layer {layer}: the balance spans a factor of {spread[layer]:g}")
+    console.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))")
 
 
 def drift(
@@ -335,9 +333,9 @@ def drift(
     ] = None,
     out: Annotated[Path, typer.Option(help="JSON to write.")] = Path("drift.json"),
     save: Annotated[bool, typer.Option("--save", help="Write RESULTS/<machine>/drift.json instead.")] = False,
-    results: ui.Results = Path("results"),
-    revision: ui.Revision = None,
-    as_json: ui.AsJson = False,
+    results: ui.ResultsOption = Path("results"),
+    revision: ui.RevisionOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Decode a long synthetic text with shifting attention, and compare the error of its quarters.
 
@@ -352,28 +350,28 @@ def drift(
 
     from . import drift as runs
 
-    say = ui.console(as_json)
+    console = ui.console(as_json)
     state = runs.Drift(describe("cpu", revision))
     path = results / state.machine["slug"] / "drift.json" if save else out
-    with ui.refusing():
+    with ui.usage_errors():
         wanted = [runs.Setting(steps=steps, budget=budget, **runs.choice(name)) for name in policy or runs.DEFAULT]
         for setting in wanted:
             runs.make_cache(setting)
-    with ui.progress_bars(say) as bar:
+    with ui.progress_bars(console) as bar:
         for setting in wanted:
             task = bar.add_task(f"{setting.policy}, {setting.importance}", total=steps)
             state.rows.append(runs.run(setting, lambda step, task=task: bar.update(task, completed=step + 1)))  # type: ignore[misc]
     runs.save(state, path)
     if as_json:
         sys.stdout.write(runs.dumps(state))
-    say.print(runs.table(state).terminal())
-    say.print(f"Saved: {path}")
+    console.print(runs.table(state).terminal())
+    console.print(f"Saved: {path}")
     if not all(row.within for row in state.rows):
-        ui.refuse("the budget did not hold at every step")
+        ui.usage_error("the budget did not hold at every step")
 
 
 def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, Any]:
-    """Advice as plain data: ``configuration`` is the content of the file; a step that did not fit has no KL."""
+    """Advice as plain data: ``configuration`` is the content of the file; a budget too small has no KL."""
     steps = [asdict(step) | {"kl": step.kl if math.isfinite(step.kl) else None} for step in advised.steps]
     sensitivity = {**asdict(measured), "ratio": measured.ratio, "family": advised.family}
     return {"configuration": advised.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
@@ -396,13 +394,15 @@ def _tick(bar: Progress, task: Any, prompt: int, chunk: int, name: str, done: in
     bar.update(task, description=name, advance=min(chunk, done - prompt))
 
 
-def _loaded(model: str | None, where: torch.device, dtype: torch.dtype | None, say: Console) -> tuple[Any, Any]:
+def _load_model(
+    model: str | None, torch_device: torch.device, dtype: torch.dtype | None, console: Console
+) -> tuple[Any, Any]:
     """Model and tokenizer, checked to run over a `StrataCache`."""
     from . import model as models
 
-    say.print(f"Loading {model or 'SmolLM2-135M'} ..")
-    loaded, tokenizer = models.load(model, where, dtype)
-    models.check_compressible(loaded)
-    if hint := ui.numba_hint(where):
-        say.print(hint, markup=False, soft_wrap=True)
-    return loaded, tokenizer
+    console.print(f"Loading {model or 'SmolLM2-135M'} ..")
+    net, tokenizer = models.load(model, torch_device, dtype)
+    models.check_compressible(net)
+    if hint := ui.numba_hint(torch_device):
+        console.print(hint, markup=False, soft_wrap=True)
+    return net, tokenizer

@@ -24,12 +24,12 @@ from .bits import BitsCache
 from .kivi import KiviCache
 from .rounding import RoundedCache
 
-SIDE = 4  # bytes of scale and zero of a group
+GROUP_BYTES = 4  # scale and zero of a KIVI group
 
 
 @dataclass(frozen=True)
 class Contender:
-    """``make(config, rows, tokens)`` gives a transformers cache, ``size(cache)`` its bytes."""
+    """A cache to measure: ``make(config, rows, tokens)`` creates it, ``size(cache)`` returns its bytes."""
 
     name: str
     kind: str  # exact, ours, variant, baseline, peer
@@ -40,10 +40,10 @@ class Contender:
 
 
 def exact() -> Contender:
-    return Contender("16 bit", "exact", lambda config, rows, tokens: DynamicCache(config=config), held)
+    return Contender("16 bit", "exact", lambda config, rows, tokens: DynamicCache(config=config), tensor_bytes)
 
 
-def fitting(room: int = 1) -> dict[str, Any]:
+def small_pages(room: int = 1) -> dict[str, Any]:
     """Options of a cache for a few thousand tokens: sink tokens, few recent tokens and ``room`` more fill small pages.
 
     Texts are decoded in chunks, each of which settles and needs no room; decoding token by token needs some.
@@ -53,7 +53,7 @@ def fitting(room: int = 1) -> dict[str, Any]:
 
 def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
     """The default tiers of `StrataCache` for this fraction of 16 bit."""
-    given = {"max_tokens": tokens} | fitting() | options
+    given = {"max_tokens": tokens} | small_pages() | options
     cache = TieredCache(*sizes_of(config), budget=budget, dtype=torch.float16, **given)
     return [f.name for f in cache.formats[1:]]
 
@@ -84,20 +84,20 @@ def strata(
         given = {"max_tokens": tokens} | options
         return StrataCache(config, budget=budget, max_batch=rows, calibration=calibration, **given)
 
-    return Contender(name or "kvstrata", kind, make, total, budget, _said(options, calibration))
+    return Contender(name or "kvstrata", kind, make, reported_bytes, budget, _recorded(options, calibration))
 
 
-def counted(cache: Any) -> int:
+def layer_bytes(cache: Any) -> int:
     """Bytes that the layers of a cache report."""
     return sum(layer.nbytes for layer in cache.layers)
 
 
-def total(cache: Any) -> int:
+def reported_bytes(cache: Any) -> int:
     """Bytes that a `StrataCache` reports."""
     return cache.memory().total
 
 
-def _said(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
+def _recorded(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
     """Options as saved in results: for a calibration, whether it has sensitivities of layers."""
     if calibration is None:
         return options
@@ -110,19 +110,19 @@ UNIFORM = ("K4V4", "K4V3", "K4V2", "K3V3", "K3V2", "K2V2")
 def bits(
     width: float, name: str, kind: str = "ours", calibration: Calibration | None = None, **options: Any
 ) -> Contender:
-    """`BitsCache`: older tokens at ``width`` bits of codes, whatever the rest costs."""
+    """`BitsCache`, with older tokens at ``width`` bits of codes."""
     options = {"bits": width, **options}
 
     def make(config: Any, rows: int, tokens: int) -> Any:
         return BitsCache(config, max_batch=rows, max_tokens=tokens, calibration=calibration, **options)
 
-    return Contender(f"{name}, {width:g} bits", kind, make, total, None, _said(options, calibration))
+    return Contender(f"{name}, {width:g} bits", kind, make, reported_bytes, None, _recorded(options, calibration))
 
 
 def at_bits(width: float, simulated: bool = False, calibration: Calibration | None = None) -> list[Contender]:
     """Older tokens at this mean code width: tiers by importance, also with the calibration if there is one, and every
     single format of that width; with ``simulated`` also as `rounding` does it, without packed bytes."""
-    whole_pages = {name: value for name, value in fitting().items() if name != "settle_every"}
+    whole_pages = {name: value for name, value in small_pages().items() if name != "settle_every"}
     lists = {"tiers": list(tiers_for(width)), **whole_pages}
     contenders = [] if calibration is None else [bits(width, "tiers, calibrated", "variant", calibration, **lists)]
     contenders.insert(0, bits(width, "tiers", **lists))
@@ -146,7 +146,9 @@ def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int) -> Co
     widths = dict(k_bits=int(name[1]), v_bits=int(name[3]))
     options: dict[str, Any] = dict(**widths, recent_tokens=recent_tokens, sink_tokens=sink_tokens)
     name = f"simulated {name}, {bits:g} bits"
-    return Contender(name, "peer", lambda config, rows, tokens: RoundedCache(config, **options), counted, None, options)
+    return Contender(
+        name, "peer", lambda config, rows, tokens: RoundedCache(config, **options), layer_bytes, None, options
+    )
 
 
 KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V
@@ -165,7 +167,7 @@ def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
             continue
         old = (tokens - 32) // group * group
         for k_bits, v_bits in KIVI:
-            per_token = dim * (k_bits + v_bits) / 8 + 2 * SIDE * dim / group
+            per_token = dim * (k_bits + v_bits) / 8 + 2 * GROUP_BYTES * dim / group
             share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
             if share <= budget and k_bits + v_bits > widest:
                 contenders.append(_kivi(budget, k_bits, v_bits, group))
@@ -177,7 +179,7 @@ def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
     options = dict(k_bits=k_bits, v_bits=v_bits, group=group)
     name = f"KIVI-style K{k_bits}V{v_bits} g{group}"
     return Contender(
-        name, "baseline", lambda config, rows, tokens: KiviCache(config, **options), counted, budget, options
+        name, "baseline", lambda config, rows, tokens: KiviCache(config, **options), layer_bytes, budget, options
     )
 
 
@@ -188,29 +190,29 @@ def quantized(backend: str, bits: int) -> Contender:
         axis = dict(axis_key=0, axis_value=0) if backend == "quanto" else dict(axis_key=1, axis_value=1)
         return QuantizedCache(backend, config, nbits=bits, q_group_size=64, residual_length=128, **axis)
 
-    return Contender(f"QuantizedCache {backend} {bits} bit", "peer", make, held)
+    return Contender(f"QuantizedCache {backend} {bits} bit", "peer", make, tensor_bytes)
 
 
 def absent() -> dict[str, str]:
-    """Peers that cannot run here, and why."""
+    """Peers that are not installed, and why."""
     needs = {"quanto": "optimum.quanto", "hqq": "hqq"}
     reasons = {}
     for name, module in needs.items():
         try:
-            there = importlib.util.find_spec(module) is not None
+            installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
-            there = False
-        if not there:
+            installed = False
+        if not installed:
             reasons[f"QuantizedCache {name}"] = f"{module} is not installed"
     return reasons
 
 
 def peers() -> list[Contender]:
-    away = absent()
+    missing = absent()
     return [
         quantized(backend, bits)
         for backend, widths in (("quanto", (4, 2)), ("hqq", (8, 4, 3, 2)))
-        if f"QuantizedCache {backend}" not in away
+        if f"QuantizedCache {backend}" not in missing
         for bits in widths
     ]
 
@@ -264,8 +266,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def held(cache: Any) -> int:
-    """Bytes of the tensors that the layers of a cache keep, each once; float32 counts as 16 bit."""
+def tensor_bytes(cache: Any) -> int:
+    """Bytes of the tensors of a cache's layers, without duplicates; float32 counts as 16 bit."""
     sizes = {
         id(tensor): tensor.numel() * min(tensor.element_size(), 2 if tensor.dtype == torch.float32 else 8)
         for layer in cache.layers
@@ -274,6 +276,6 @@ def held(cache: Any) -> int:
     return sum(sizes.values())
 
 
-def full(config: Any, rows: int, tokens: int) -> int:
+def full_bytes(config: Any, rows: int, tokens: int) -> int:
     """Bytes of K and V of these tokens at 16 bit."""
     return 4 * rows * tokens * math.prod(sizes_of(config))

@@ -41,7 +41,7 @@ DEFAULT = ("mean", "ema", "uniform")
 
 @dataclass(frozen=True)
 class Setting:
-    """``report_every``: mass is reported and the error measured at every n-th step."""
+    """Settings of a run; every ``report_every``-th step reports mass and measures the error."""
 
     steps: int = 10_000
     prompt: int = 512
@@ -65,7 +65,7 @@ class Setting:
 
 
 def choice(name: str) -> dict[str, Any]:
-    """The policy with this name, as arguments of a setting."""
+    """Arguments of `Setting` for a policy name."""
     if name not in CHOICES:
         raise ValueError(f"policy: expected one of {', '.join(CHOICES)}, got {name!r}")
     return CHOICES[name]
@@ -87,14 +87,9 @@ class Row:
         policy, mode = self.setting["policy"], self.setting["importance"]
         return f"{policy}, {mode}" if policy == "importance" else policy
 
-    @property
-    def growth(self) -> float:
-        """Mean error of the last quarter over that of the first."""
-        return self.error[-1] / self.error[0]
-
 
 class Text:
-    """Tokens and queries of a run, the same for every cache."""
+    """Tokens and queries of a run, which are the same for every cache."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -219,7 +214,7 @@ def load(path: Path) -> Drift:
 
 
 def table(drift: Drift, options: dict[str, str] | None = None) -> Grid:
-    """One line for each run and quarter."""
+    """One line per run and quarter."""
     header = ["policy", "quarter", "error", "95th percentile", "of 16 bit", "tokens in each tier"]
     lines = []
     for row in drift.rows:

@@ -20,7 +20,7 @@ from kvstrata.layout.rows import pack_rows, unpack_rows
 
 @dataclass(frozen=True)
 class Block:
-    """Groups along the last dim: packed codes, and fp16 scale and zero of each group."""
+    """Quantised groups along the last dim: packed codes, and fp16 scale and zero of each group."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -34,7 +34,7 @@ class Block:
 
 
 def quantize_groups(x: torch.Tensor, bits: int, group: int) -> Block:
-    """Min-max codes of ``x [..., n]``, n a multiple of ``group``."""
+    """Quantise ``x [..., n]``, n a multiple of ``group``, to min-max codes."""
     grouped = x.float().unflatten(-1, (-1, group))
     low, high = grouped.amin(-1, keepdim=True).half(), grouped.amax(-1, keepdim=True).half()
     scale = ((high.float() - low.float()) / (2**bits - 1)).half()
@@ -50,7 +50,7 @@ def dequantize_groups(block: Block, group: int) -> torch.Tensor:
 
 
 class KiviLayer(DynamicLayer):
-    """``keys`` and ``values`` are the residual; older tokens are in blocks."""
+    """Cache layer whose ``keys`` and ``values`` are the residual; older tokens are in ``blocks``."""
 
     is_croppable = False
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-Exact = list[torch.Tensor]  # log-probabilities of the exact run, chunk by chunk: fp16 [rows, chunk, vocabulary]
+Exact = list[torch.Tensor]  # log-probabilities of the exact run per chunk: fp16 [rows, chunk, vocabulary]
 
 
 @dataclass
 class Scores:
-    """Scores of one run; every list is ``[row][chunk]`` of sums over the chunk's predictions."""
+    """Scores of one run: lists ``[row][chunk]`` of sums over the chunk's predictions."""
 
     nll: list[list[float]]
     kl: list[list[float]]
@@ -29,7 +29,7 @@ class Scores:
 
 
 def spans(tokens: int, prompt: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each chunk; the first is the prompt, if there is one."""
+    """Start and end of the prompt, if any, and of each chunk."""
     start = 0
     if prompt:
         yield 0, prompt

@@ -16,7 +16,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_folder() -> Path:
-    """Folder of the model that the wheel installed; LookupError says how to install it."""
+    """Folder of the default model; LookupError says how to install it."""
     spec = importlib.util.find_spec(WHEEL)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / GGUF).is_file():

@@ -19,7 +19,7 @@ PLACES = ("Oslo", "Lima", "Cairo", "Quito", "Hanoi", "Turin", "Perth", "Dakar")
 
 @dataclass(frozen=True)
 class Task:
-    """Token ids of one haystack with its question ``[tokens]``, and of the answer."""
+    """Token ids of a haystack with its question ``[tokens]``, and of the answer."""
 
     ids: torch.Tensor
     answer: torch.Tensor
@@ -28,7 +28,7 @@ class Task:
 
 
 def task(tokenizer: Any, haystack: str, tokens: int, depth: float, seed: int) -> Task:
-    """A haystack of about ``tokens`` tokens with the needle at ``depth`` (0 the beginning, 1 the end)."""
+    """Haystack of about ``tokens`` tokens with the needle at ``depth`` (0: start, 1: end)."""
     if not 0 <= depth <= 1:
         raise ValueError(f"depth: expected 0 to 1, got {depth!r}")
     generator = torch.Generator().manual_seed(seed)
@@ -56,6 +56,6 @@ def ask(model: Any, given: Task, cache: Any, chunk: int = 64) -> tuple[bool, flo
     model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
     rest = torch.cat([ids[:, prompt:], answer.unsqueeze(0)], 1)
     logits = model(rest, past_key_values=cache, use_cache=True).logits[0, -len(answer) - 1 : -1]
-    own = logits.float().log_softmax(-1)
-    hit = bool((own.argmax(-1) == answer).all())
-    return hit, float(own.gather(-1, answer.unsqueeze(-1)).sum())
+    logprobs = logits.float().log_softmax(-1)
+    hit = bool((logprobs.argmax(-1) == answer).all())
+    return hit, float(logprobs.gather(-1, answer.unsqueeze(-1)).sum())

@@ -18,7 +18,7 @@ from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.store import PlainRows, store_packed
 
-from .contenders import Contender, counted, sizes_of, strata
+from .contenders import Contender, layer_bytes, sizes_of, strata
 
 
 class PackedLayer(DynamicLayer):
@@ -133,4 +133,4 @@ def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: 
         return Cache(layers=[PackedLayer(name, page_tokens, sink_tokens, of_layer[i]) for i in layers])
 
     label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibration is not None else "")
-    return Contender(label, "ours", make, counted, None, options)
+    return Contender(label, "ours", make, layer_bytes, None, options)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from . import contenders as known
-from . import measure, needle
+from . import contenders, measure, needle
 from .contenders import Contender
 from .results import Needle, Quality, Row, plain
 
@@ -17,7 +16,7 @@ def run(
     model: Any,
     ids: torch.Tensor,
     wanted: Sequence[Contender],
-    into: Quality,
+    state: Quality,
     *,
     prompt: int,
     chunk: int,
@@ -30,36 +29,36 @@ def run(
     ``after`` is called after each row, ``tick`` while it is measured.
     """
     rows, tokens = ids.shape
-    if rows % len(into.texts):
-        raise ValueError(f"ids: expected as many rows of each of {len(into.texts)} texts, got {rows}")
-    setting = (tokens, prompt, chunk, rows // len(into.texts))
-    first, whole = known.exact(), known.full(model.config, rows, tokens)
+    if rows % len(state.texts):
+        raise ValueError(f"ids: expected as many rows of each of {len(state.texts)} texts, got {rows}")
+    setting = (tokens, prompt, chunk, rows // len(state.texts))
+    exact_contender, full = contenders.exact(), contenders.full_bytes(model.config, rows, tokens)
 
     def add(contender: Contender, scores: measure.Scores, size: int, tiers: dict[str, int]) -> None:
         name, kind, budget, options = contender.name, contender.kind, contender.budget, plain(contender.options)
         sums = (scores.nll, scores.kl, scores.agree, scores.count)
-        row = Row(name, kind, tokens, prompt, chunk, budget, options, size, whole, *sums, tiers, setting[3])
-        row.measured = into.provenance
-        into.keep(row)
+        row = Row(name, kind, tokens, prompt, chunk, budget, options, size, full, *sums, tiers, setting[3])
+        row.measured = state.provenance
+        state.keep(row)
         after()
 
     def is_missing(contender: Contender) -> bool:
-        row = into.row(contender, setting)
-        return row is None or not into.is_current(row)
+        row = state.row(contender, setting)
+        return row is None or not state.is_current(row)
 
     missing = [contender for contender in wanted if is_missing(contender)]
-    if exact is None and (missing or is_missing(first)):
+    if exact is None and (missing or is_missing(exact_contender)):
         scores, exact = measure.decode(
             model,
             ids,
-            first.make(model.config, rows, tokens),
+            exact_contender.make(model.config, rows, tokens),
             prompt=prompt,
             chunk=chunk,
             keep=True,
-            after=lambda n: tick(first.name, n),
+            after=lambda n: tick(exact_contender.name, n),
         )
-        if is_missing(first):
-            add(first, scores, whole, {})
+        if is_missing(exact_contender):
+            add(exact_contender, scores, full, {})
     for contender in missing:
         try:
             cache = contender.make(model.config, rows, tokens)
@@ -75,11 +74,11 @@ def run(
         except Exception as error:  # a peer's own bug is reported in the table
             if contender.kind != "peer":
                 raise
-            if into.row(contender, setting) is None:
-                into.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            if state.row(contender, setting) is None:
+                state.absent[contender.name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         tiers = cache.memory().tokens if hasattr(cache, "memory") else {}
-        into.absent.pop(contender.name, None)
+        state.absent.pop(contender.name, None)
         add(contender, scores, contender.size(cache), tiers)
     return exact
 
@@ -89,7 +88,7 @@ def run_needles(
     tokenizer: Any,
     haystack: str,
     wanted: Sequence[Contender],
-    into: Quality,
+    state: Quality,
     *,
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -98,20 +97,20 @@ def run_needles(
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> None:
     """Measure the needles of every contender, length and depth that are missing or of another revision."""
-    for contender in [known.exact(), *wanted]:
+    for contender in [contenders.exact(), *wanted]:
         for tokens in lengths:
             for depth in depths:
                 key = (contender.name, contender.budget, tokens, depth)
-                old = [n for n in into.needles if (n.name, n.budget, n.tokens, n.depth) == key]
-                if any(map(into.is_current, old)):
+                old = [n for n in state.needles if (n.name, n.budget, n.tokens, n.depth) == key]
+                if any(map(state.is_current, old)):
                     continue
                 hits, logprob = 0, 0.0
                 for seed in range(asked):
-                    given = needle.task(tokenizer, haystack, tokens, depth, seed)
+                    task = needle.task(tokenizer, haystack, tokens, depth, seed)
                     cache = contender.make(model.config, 1, tokens + 64)
-                    hit, own = needle.ask(model, given, cache)
-                    hits, logprob = hits + hit, logprob + own / asked
+                    hit, answer_logprob = needle.ask(model, task, cache)
+                    hits, logprob = hits + hit, logprob + answer_logprob / asked
                 found = (contender.name, contender.kind, contender.budget, tokens, depth, hits, asked, logprob)
-                into.needles = [n for n in into.needles if n not in old] + [Needle(*found, into.provenance)]
+                state.needles = [n for n in state.needles if n not in old] + [Needle(*found, state.provenance)]
                 tick(contender.name, tokens)
                 after()

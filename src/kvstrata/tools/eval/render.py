@@ -1,4 +1,4 @@
-"""Tables of quality: in the terminal, and as Markdown between the markers of a document.
+"""Tables of quality results, for the terminal and for documents.
 
     <!-- kvstrata:quality table=budgets tokens=4096 -->
     <!-- /kvstrata:quality -->
@@ -25,7 +25,7 @@ WHAT = {"kl": "KL", "nll": "nll"}
 OPTIONS = {"table", "tokens", "names", "kinds", "on", "prompt", "stretches", "what"}
 
 
-def _chosen(quality: Quality, options: dict[str, str]) -> list[Row]:
+def _select(quality: Quality, options: dict[str, str]) -> list[Row]:
     names, kinds = options.get("names", "*").split(","), options.get("kinds", "").split(",")
     rows = [
         row
@@ -44,7 +44,7 @@ def budgets(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
     texts = quality.texts
     header = ["tokens", "cache", "budget", "of 16 bit", *texts, "loss, 95 %", "KL x 1000", "top-1"]
     lines = []
-    for row in _chosen(quality, options):
+    for row in _select(quality, options):
         loss, low, high = row.loss(quality.exact(row))
         exact = row.kind == "exact"
         lines.append(
@@ -63,34 +63,34 @@ def budgets(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[
 
 
 def needles(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """One line per contender and length, a column per depth: needles found, and the answer's mean log-probability."""
+    """One line per contender and length, one column per depth: needles found, mean log-probability of the answer."""
     depths = sorted({n.depth for n in quality.needles})
     header = ["tokens", "cache", "budget", *(f"depth {d:g}" for d in depths)]
     keys = dict.fromkeys((n.tokens, n.name, n.budget) for n in quality.needles)
     lines = []
     for tokens, name, budget in sorted(keys, key=lambda key: (key[0], key[1] != "16 bit", -(key[2] or 0), key[1])):
-        own = {n.depth: n for n in quality.needles if (n.tokens, n.name, n.budget) == (tokens, name, budget)}
-        cells = [f"{own[d].found}/{own[d].asked} ({own[d].logprob:.1f})" if d in own else "" for d in depths]
+        by_depth = {n.depth: n for n in quality.needles if (n.tokens, n.name, n.budget) == (tokens, name, budget)}
+        cells = [f"{n.found}/{n.asked} ({n.logprob:.1f})" if (n := by_depth.get(d)) else "" for d in depths]
         lines.append([f"{tokens}", name, "" if budget is None else f"{budget:g}", *cells])
     return header, lines
 
 
 def pairs(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Tiers against one format of the same width, chunk by chunk: the difference of KL or of the log-likelihood."""
+    """Tiers against single formats of the same width: paired differences of KL or log-likelihood."""
 
-    def opposed(ours: Row, other: Row) -> bool:
+    def is_pair(ours: Row, other: Row) -> bool:
         return (ours.kind, other.kind) == ("ours", "variant") and _width(ours) == _width(other)
 
-    return _differences(quality, options, opposed)
+    return _differences(quality, options, is_pair)
 
 
 def packed(quality: Quality, options: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Table of packed bytes against the simulated rounding of the same format."""
+    """Packed bytes against simulated rounding of the same format: paired differences."""
 
-    def opposed(ours: Row, other: Row) -> bool:
+    def is_pair(ours: Row, other: Row) -> bool:
         return ours.name.startswith("uniform ") and other.name == ours.name.replace("uniform", "simulated")
 
-    return _differences(quality, options, opposed)
+    return _differences(quality, options, is_pair)
 
 
 def _width(row: Row) -> str:
@@ -98,19 +98,19 @@ def _width(row: Row) -> str:
 
 
 def _differences(
-    quality: Quality, options: dict[str, str], opposed: Callable[[Row, Row], bool]
+    quality: Quality, options: dict[str, str], is_pair: Callable[[Row, Row], bool]
 ) -> tuple[list[str], list[list[str]]]:
     what = options.get("what", "kl")
     if what not in WHAT:
         raise ValueError(f"what {what!r}: expected one of {', '.join(WHAT)}")
-    rows = [row for row in _chosen(quality, options) if row.name.endswith("bits")]
+    rows = [row for row in _select(quality, options) if row.name.endswith("bits")]
     header = ["cache", "against", *(f"{WHAT[what]}, {text}" for text in [*quality.texts, "all"])]
     lines = []
     for ours in rows:
         for other in rows:
-            if ours.setting != other.setting or not opposed(ours, other):
+            if ours.setting != other.setting or not is_pair(ours, other):
                 continue
-            differences = [ours.above(other, what, text) for text in [*range(len(quality.texts)), None]]
+            differences = [ours.difference(other, what, text) for text in [*range(len(quality.texts)), None]]
             cells = [f"{1000 * m:+.1f} [{1000 * low:+.1f}, {1000 * high:+.1f}]" for m, low, high in differences]
             lines.append([ours.name, other.name.rpartition(", ")[0], *cells])
     return header, lines
@@ -132,11 +132,11 @@ def caption(quality: Quality, shown: Sequence[Row | Needle] = ()) -> str:
 
 
 def table(quality: Quality, options: dict[str, str]) -> Grid:
-    """A table by the options of a marker; ``budgets`` if ``table`` is left out."""
+    """Table chosen by the options of a marker; the default ``table`` is ``budgets``."""
     if unknown := set(options) - OPTIONS:
         raise ValueError(f"option {min(unknown)!r}: expected one of {', '.join(sorted(OPTIONS))}")
     chosen = options.get("table", "budgets")
     if chosen not in TABLES:
         raise ValueError(f"table {chosen!r}: expected one of {', '.join(TABLES)}")
-    shown = quality.needles if chosen == "needles" else _chosen(quality, options)
-    return Grid(caption(quality, shown), *TABLES[chosen](quality, options), names=2)
+    shown = quality.needles if chosen == "needles" else _select(quality, options)
+    return Grid(caption(quality, shown), *TABLES[chosen](quality, options), labels=2)

@@ -35,7 +35,7 @@ class Row:
     options: dict[str, Any]
     bytes: int
     full: int
-    nll: list[list[float]]  # [stretch of a text][chunk], sums; text by text
+    nll: list[list[float]]  # sums [stretch][chunk]; the stretches of a text are consecutive
     kl: list[list[float]]
     agree: list[list[int]]
     count: list[int]
@@ -45,23 +45,23 @@ class Row:
 
     @property
     def setting(self) -> tuple[int, int, int, int]:
-        """Settings that rows must share to be comparable."""
+        """Settings that comparable rows share."""
         return self.tokens, self.prompt, self.chunk, self.stretches
 
     @property
     def length(self) -> str:
         """Tokens, prompt and stretches of a row as text."""
-        one = f"{self.tokens - self.prompt} after {self.prompt}" if self.prompt else f"{self.tokens}"
-        return one if self.stretches == 1 else f"{self.stretches} x {one}"
+        stretch = f"{self.tokens - self.prompt} after {self.prompt}" if self.prompt else f"{self.tokens}"
+        return stretch if self.stretches == 1 else f"{self.stretches} x {stretch}"
 
     @property
     def fraction(self) -> float:
         return self.bytes / self.full
 
     def perplexity(self, text: int) -> float:
-        return math.exp(sum(map(sum, self.nll[self._of(text)])) / (self.stretches * sum(self.count)))
+        return math.exp(sum(map(sum, self.nll[self._stretches_of(text)])) / (self.stretches * sum(self.count)))
 
-    def _of(self, text: int) -> slice:
+    def _stretches_of(self, text: int) -> slice:
         return slice(text * self.stretches, (text + 1) * self.stretches)
 
     @property
@@ -74,16 +74,16 @@ class Row:
 
     def loss(self, exact: Row) -> tuple[float, float, float]:
         """Relative increase of perplexity over all texts, and its 95 % interval over chunks."""
-        mean, low, high = self.above(exact, "nll")
+        mean, low, high = self.difference(exact, "nll")
         return math.expm1(mean), math.expm1(low), math.expm1(high)
 
-    def above(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
+    def difference(self, other: Row, what: str, text: int | None = None) -> tuple[float, float, float]:
         """Mean difference of ``nll`` or ``kl`` per token, of one text or all, and its 95 % interval over chunks (seeded
         bootstrap); both rows must have read the same chunks."""
-        rows = slice(None) if text is None else self._of(text)
-        difference = np.asarray(getattr(self, what)[rows]) - np.asarray(getattr(other, what)[rows])  # [stretch, chunk]
-        counts = np.broadcast_to(np.asarray(self.count, float), difference.shape)
-        flat, weight = difference.ravel(), counts.ravel()
+        rows = slice(None) if text is None else self._stretches_of(text)
+        sums = np.asarray(getattr(self, what)[rows]) - np.asarray(getattr(other, what)[rows])  # [stretch, chunk]
+        counts = np.broadcast_to(np.asarray(self.count, float), sums.shape)
+        flat, weight = sums.ravel(), counts.ravel()
         picks = np.random.default_rng(0).integers(flat.size, size=(2000, flat.size))
         means = flat[picks].sum(1) / weight[picks].sum(1)
         low, high = np.percentile(means, [2.5, 97.5])
@@ -137,7 +137,7 @@ class Quality:
         self.absent |= {n: reason for n, reason in why.items() if not any(row.startswith(f"{n} ") for row in there)}
 
     def exact(self, like: Row) -> Row:
-        """The 16-bit row that a row is compared with."""
+        """16-bit row that a row is compared with; LookupError if there is none."""
         for row in self.rows:
             if row.kind == "exact" and row.setting == like.setting:
                 return row

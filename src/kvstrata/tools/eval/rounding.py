@@ -57,7 +57,7 @@ class RoundedLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that codes and fp16 scales of the old rows and the other rows at 16 bit would take."""
+        """Bytes of a real cache: codes and fp16 scales of the old rows, and the other rows at 16 bit."""
         if not self.is_initialized:
             return 0
         rows, dim = self.keys.shape[:2].numel(), self.keys.shape[-1]

@@ -23,7 +23,7 @@ from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .measure import decode
 
-SINKS = 4
+SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibra
         balance, centre = (None, None) if calibration is None else (calibration.balance, calibration.centre)
         balance = torch.ones(x.shape[1], x.shape[-1]) if balance is None else balance
         balance = balance.to(x.device).unsqueeze(1)
-        own = (x.float() / balance).mean(-2, keepdim=True)
-        centre = own if centre is None else centre.to(x.device).unsqueeze(1)
+        mean = (x.float() / balance).mean(-2, keepdim=True)
+        centre = mean if centre is None else centre.to(x.device).unsqueeze(1)
     rows = rotate(quant.clean(x if balance is None else x.float() / balance, centre))
     codes = quant.encode(rows, quant.step_of(rows, bits), bits)
     gain = (quant.K_GAIN if is_k else quant.V_GAIN)[bits]
-    back = rotate(quant.decode(codes, quant.refit(rows, codes, bits, gain), bits))
+    restored = rotate(quant.decode(codes, quant.refit(rows, codes, bits, gain), bits))
     if balance is not None and centre is not None:
-        back = (back + centre) * balance
-    return torch.cat([x[..., :SINKS, :], back[..., SINKS:, :].to(x.dtype)], -2)
+        restored = (restored + centre) * balance
+    return torch.cat([x[..., :SINK_TOKENS, :], restored[..., SINK_TOKENS:, :].to(x.dtype)], -2)
 
 
 class RoundedLayer(DynamicLayer):
@@ -94,21 +94,21 @@ def measure_sensitivity(
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
     layers = DynamicCache(config=model.config).layers
-    places = [place for place, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    fits = calibration is not None and len(calibration.layers) == len(places)
-    own = dict(zip(places, calibration.layers, strict=True)) if calibration is not None and fits else {}
+    compressed = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    fits = calibration is not None and len(calibration.layers) == len(compressed)
+    by_index = dict(zip(compressed, calibration.layers, strict=True)) if calibration is not None and fits else {}
 
-    def rounded(place: int, side: str) -> float:
+    def rounded(index: int, side: str) -> float:
         kinds = DynamicCache(config=model.config).layers
         cache = Cache(layers=[type(x)() if type(x) is DynamicLayer else x for x in kinds])
-        cache.layers[place] = RoundedLayer(side, bits, own.get(place))
+        cache.layers[index] = RoundedLayer(side, bits, by_index.get(index))
         scores, _ = decode(model, ids, cache, chunk=tokens, exact=exact)
         return sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))
 
     by_side: dict[str, list[float]] = {"k": [], "v": []}
     for side, values in by_side.items():
-        for place in range(len(layers)):
-            compressed = place in places  # otherwise a layer that a StrataCache does not compress
-            values.append(rounded(place, side) if compressed else 0.0)
-            tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
+        for index in range(len(layers)):
+            # StrataCache does not compress the other layers
+            values.append(rounded(index, side) if index in compressed else 0.0)
+            tick(f"{side.upper()} of layer {index}", len(by_side["k"]) + len(by_side["v"]))
     return Sensitivity(bits, by_side["k"], by_side["v"])

@@ -1,4 +1,4 @@
-"""The command `kvstrata generate`; `kvstrata.tools.cli` registers it."""
+"""The command `generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvstrata.tools.terminal import AsJson, Device, Precision, Where, device_of, dtype_of, need, numba_hint, refuse
+from kvstrata.tools import terminal as ui
 
 
 def generate(
@@ -39,9 +39,9 @@ def generate(
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
-    device: Where = Device.auto,
-    dtype: Precision = None,
-    as_json: AsJson = False,
+    device: ui.DeviceOption = ui.Device.auto,
+    dtype: ui.DtypeOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Generate text with a compressed KV cache, then show its speed and bytes.
 
@@ -57,7 +57,7 @@ def generate(
 
     Example: kvstrata generate - --compare --json < question.txt
     """
-    need(("transformers",) if model else ("transformers", "accelerate", "gguf"), "hf", "generate")
+    ui.require(("transformers",) if model else ("transformers", "accelerate", "gguf"), "hf", "generate")
     os.environ.setdefault("TQDM_DISABLE", "1")  # reading .gguf files shows a separate progress bar
     from rich.console import Console
     from transformers.utils import logging
@@ -76,45 +76,51 @@ def generate(
         if prompt == "-":
             text = sys.stdin.read()
     except UnicodeDecodeError as error:
-        refuse(f"prompt: expected text in UTF-8 on standard input, got {error.reason} at byte {error.start}")
+        ui.usage_error(f"prompt: expected text in UTF-8 on standard input, got {error.reason} at byte {error.start}")
     if context is not None:
         try:
             text = f"{context.read_text(encoding='utf-8')}\n\n{text}"
         except UnicodeDecodeError as error:
-            refuse(f"--context: expected a text file in UTF-8, got {context} ({error.reason} at byte {error.start})")
+            ui.usage_error(
+                f"--context: expected a text file in UTF-8, got {context} ({error.reason} at byte {error.start})"
+            )
     status = Console(stderr=True, highlight=False)
     try:
-        where, precision = device_of(device), dtype_of(dtype)
+        torch_device, torch_dtype = ui.device_of(device), ui.dtype_of(dtype)
         with status.status(f"loading {name}, half a minute"):
-            loaded, tokenizer = load(model, where, precision)
+            loaded, tokenizer = load(model, torch_device, torch_dtype)
             check_compressible(loaded)
         if settings is None:
             cache = StrataCache(loaded.config, budget=budget)
         else:
             cache = StrataCache.from_file(loaded.config, settings)
             if not isinstance(cache, StrataCache):
-                refuse(f"--settings: expected the arguments of a budget, got a format in {settings}")
+                ui.usage_error(f"--settings: expected the arguments of a budget, got a format in {settings}")
         ids = encode(tokenizer, text, raw)
         if not ids.shape[1]:
-            refuse("prompt: expected at least one token, got none")
+            ui.usage_error("prompt: expected at least one token, got none")
         room = context_of(loaded.config.get_text_config(decoder=True))
         if room is not None and max_new_tokens >= room:
-            refuse(f"--max-new-tokens: expected fewer than the {room} tokens of this model, got {max_new_tokens}")
+            ui.usage_error(
+                f"--max-new-tokens: expected fewer than the {room} tokens of this model, got {max_new_tokens}"
+            )
         if room is not None and ids.shape[1] + max_new_tokens > room:
-            refuse(f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}")
+            ui.usage_error(
+                f"prompt: expected at most {room - max_new_tokens} tokens for this model, got {ids.shape[1]}"
+            )
 
-        def say(words: str) -> None:
-            console.print(words, end="", markup=False, soft_wrap=True)
+        def stream(text: str) -> None:
+            console.print(text, end="", markup=False, soft_wrap=True)
             console.file.flush()
 
         caches = [cache, None] if compare else [cache]
-        if where.type == "cuda":
+        if torch_device.type == "cuda":
             cache.warmup(loaded)  # prints a line while kernels are compiled
         with status.status("warming up; the first run on a machine compiles loops and keeps them"):
             compiled = warm_up(loaded, tokenizer, ids, caches)
         if compiled:
             status.print("Compiled the CPU loops; they are kept in files, later runs load them.")
-        if hint := numba_hint(where):
+        if hint := ui.numba_hint(torch_device):
             status.print(hint, markup=False, soft_wrap=True)
         waiting = status.status(f"reading the prompt, {ids.shape[1]:,} tokens")
 
@@ -126,12 +132,12 @@ def generate(
                 status.set_window_title(f"{speed:.1f} tokens/s, {len(times)} of {max_new_tokens}")
 
         with waiting:
-            ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, say, tick)
+            ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, stream, tick)
     except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
-        refuse(str(error))
+        ui.usage_error(str(error))
     plain = others[0] if others else None
     if as_json:
-        typer.echo(json.dumps({"model": name, "device": str(where), **facts(ours, plain, tokenizer)}, indent=1))
+        typer.echo(json.dumps({"model": name, "device": str(torch_device), **facts(ours, plain, tokenizer)}, indent=1))
     console.print()
     console.print(table(ours, plain, tokenizer), markup=False)
     if note := floor_note(ours):

@@ -16,14 +16,14 @@ from kvstrata.cache.policy.budget import Memory
 from kvstrata.hf.cache import StrataCache
 
 SEGMENT = 8  # tokens that a text is continued by before the next one continues
-Say = Callable[[str], None]  # gets the text, part by part
-Tick = Callable[[Sequence[float]], None]  # receives the times of all tokens so far, at every token
+OnText = Callable[[str], None]  # gets the text, part by part
+OnToken = Callable[[Sequence[float]], None]  # receives the times of all tokens so far, at every token
 WARM_TOKENS = 256  # tokens of the warm-up prompt: enough to settle with the default recent_tokens
 
 
 @dataclass(frozen=True)
 class Run:
-    """One generated text, with the seconds to the first token and for all later ones."""
+    """One generated text, with the seconds to the first token and those of all later tokens."""
 
     name: str
     prompt: int
@@ -39,18 +39,18 @@ class Run:
 
 
 class _Clock(TextStreamer):
-    """Streamer that forwards text and records the time of each token, across all segments of a text."""
+    """Streamer that forwards text and records the time of each token across the segments of a text."""
 
-    def __init__(self, tokenizer: Any, say: Say | None = None, tick: Tick | None = None) -> None:
+    def __init__(self, tokenizer: Any, on_text: OnText | None = None, on_token: OnToken | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say, self.tick = say, tick
+        self.on_text, self.on_token = on_text, on_token
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
-            if self.tick:
-                self.tick(self.times)
+            if self.on_token:
+                self.on_token(self.times)
         super().put(value)
 
     def end(self) -> None:
@@ -61,20 +61,20 @@ class _Clock(TextStreamer):
         super().end()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self.say:
-            self.say(text + ("\n" if stream_end else ""))
+        if self.on_text:
+            self.on_text(text + ("\n" if stream_end else ""))
 
 
 class _Writer:
-    """Greedy text over one cache, a segment at a time; the clock runs only while it writes."""
+    """Greedy generation over one cache, segment by segment; only its own segments are timed."""
 
     def __init__(self, model: Any, ids: torch.Tensor, cache: StrataCache | None, clock: _Clock) -> None:
         self.model, self.cache, self.clock = model, cache, clock
-        self.held = DynamicCache(config=model.config) if cache is None else cache
+        self.kv_cache = DynamicCache(config=model.config) if cache is None else cache
         self.ids, self.prompt = ids.to(model.device), ids.shape[1]
         self.first = self.rest = 0.0
-        ends = model.generation_config.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [ends])
+        stop_ids = model.generation_config.eos_token_id
+        self.stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
         self.done = False
 
     def write(self, new: int) -> None:
@@ -84,7 +84,7 @@ class _Writer:
         self.ids = self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.held,
+            past_key_values=self.kv_cache,
             max_new_tokens=new,
             do_sample=False,
             streamer=self.clock,
@@ -94,7 +94,7 @@ class _Writer:
             self.first = times[0] - start
             start = times[0]
         self.rest += times[-1] - start
-        self.done = int(self.ids[0, -1]) in self.ends
+        self.done = int(self.ids[0, -1]) in self.stop_ids
 
     def finish(self) -> Run:
         self.clock.finish()
@@ -120,8 +120,8 @@ def run(
     ids: torch.Tensor,
     new: int,
     caches: Sequence[StrataCache | None],
-    say: Say | None = None,
-    tick: Tick | None = None,
+    on_text: OnText | None = None,
+    on_token: OnToken | None = None,
 ) -> list[Run]:
     """Greedy texts after ``ids``, one over each cache (None: 16 bit), the first streamed to ``say``.
 
@@ -129,7 +129,7 @@ def run(
 
     Several texts alternate, a few tokens at a time, so that other load on the machine slows all of them equally.
     """
-    clocks = [_Clock(tokenizer, say, tick), *(_Clock(tokenizer) for _ in caches[1:])]
+    clocks = [_Clock(tokenizer, on_text, on_token), *(_Clock(tokenizer) for _ in caches[1:])]
     writers = [_Writer(model, ids, cache, clock) for cache, clock in zip(caches, clocks, strict=True)]
     segment = SEGMENT if len(writers) > 1 else new
     for begin in range(0, new, segment):
@@ -164,13 +164,13 @@ def _compilations() -> int:
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
     """Index of the first token that differs, or None."""
-    both = min(len(ours), len(theirs))
-    differ = (i for i in range(both) if ours[i] != theirs[i])
-    return next(differ, None if len(ours) == len(theirs) else both)
+    common = min(len(ours), len(theirs))
+    differ = (i for i in range(common) if ours[i] != theirs[i])
+    return next(differ, None if len(ours) == len(theirs) else common)
 
 
 def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
-    """Table of the measurements, and of where the texts diverge."""
+    """Table of the measurements and of the first difference between the texts."""
     assert ours.cache is not None
     memory = ours.cache.memory()
     runs = [run for run in (ours, plain) if run]
@@ -189,7 +189,7 @@ def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
         index = first_difference(ours.tokens, plain.tokens)
         if index:
             result.add_row("the same up to", repr(tokenizer.decode(ours.tokens[max(index - 8, 0) : index])))
-        words = ("the same text", "") if index is None else (_words(run.tokens, index, tokenizer) for run in runs)
+        words = ("the same text", "") if index is None else (_token_text(run.tokens, index, tokenizer) for run in runs)
         result.add_row("first difference", *words)
     return result
 
@@ -229,8 +229,8 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
 
 def _tiers(memory: Memory) -> dict[str, float]:
     """Share of the tokens in each non-empty tier."""
-    held = sum(memory.tokens.values())
-    return {name: count / held for name, count in memory.tokens.items() if count}
+    total = sum(memory.tokens.values())
+    return {name: count / total for name, count in memory.tokens.items() if count}
 
 
 def floor_note(run: Run) -> str | None:
@@ -248,5 +248,5 @@ def floor_note(run: Run) -> str | None:
     )
 
 
-def _words(tokens: list[int], index: int, tokenizer: Any) -> str:
+def _token_text(tokens: list[int], index: int, tokenizer: Any) -> str:
     return f"token {index + 1}: {tokenizer.decode(tokens[index : index + 6])!r}"

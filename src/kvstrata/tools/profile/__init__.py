@@ -1,1 +1,1 @@
-"""Kernel profiles by Nsight Compute: taken, saved, compared."""
+"""Kernel profiles by Nsight Compute: measuring, saving and comparing them."""

@@ -23,7 +23,7 @@ from kvstrata.tools.bench import Bench, Case, cases, peers
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.machine import cache_bytes
 
-WARM = 2  # calls before the profiled one: compilation, lazy loading, plans
+WARMUP_CALLS = 2  # calls before the profiled one: compilation, lazy loading, plans
 
 
 def case_of(op: str, name: str, device: torch.device) -> Case:
@@ -62,20 +62,20 @@ def build(case: Case, contender: str | None, device: torch.device) -> Bench:
         return case.build(device)
 
 
-def ready(op: str, name: str, contender: str | None) -> tuple[Bench, str, Call]:
-    """The bench of a case on the current GPU, with the name and the call of a contender."""
+def build_contender(op: str, name: str, contender: str | None) -> tuple[Bench, str, Call]:
+    """Bench of a case on the current GPU, with the name and the call of a contender."""
     device = torch.device("cuda", torch.cuda.current_device())
     bench = build(case_of(op, name, device), contender, device)
     return bench, *contender_of(bench, contender)
 
 
 def main(op: str, name: str, contender: str | None = None) -> None:
-    bench, chosen, call = ready(op, name, contender)
+    bench, chosen, call = build_contender(op, name, contender)
     runtime: Any = torch.cuda.cudart()
-    for turn in range(WARM + 1):
+    for turn in range(WARMUP_CALLS + 1):
         bench.poison(chosen, 0)
         torch.cuda.synchronize()
-        if turn == WARM:
+        if turn == WARMUP_CALLS:
             runtime.cudaProfilerStart()
         out = call(0)
         torch.cuda.synchronize()
@@ -83,17 +83,17 @@ def main(op: str, name: str, contender: str | None = None) -> None:
     bench.check(chosen, 0, out)
 
 
-TRACED = "traced: "  # before the JSON that `trace` prints
-# Fields of a launch in torch's trace by quantity of ncu.py, with the factor to its unit.
+TRACED = "traced: "  # prefix of the JSON that `trace` prints
+# Quantity of ncu.py: field of a launch in torch's trace, and the factor that converts its unit.
 DETAILS = {"registers": ("registers per thread", 1.0), "shared": ("shared memory", 1e-3),
         "occupancy": ("est. achieved occupancy %", 1.0)}  # fmt: skip
 
 
 def trace(op: str, name: str, contender: str | None = None) -> None:
-    bench, chosen, call = ready(op, name, contender)
+    bench, chosen, call = build_contender(op, name, contender)
     flush_bytes = max(2 * cache_bytes(torch.device("cuda")), 256 << 20)
     flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device="cuda")
-    for _ in range(WARM):
+    for _ in range(WARMUP_CALLS):
         bench.poison(chosen, 0)
         call(0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
@@ -114,9 +114,8 @@ def launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values = {"us": float(event["dur"])}
         values |= {key: scale * float(details[field]) for key, (field, scale) in DETAILS.items() if field in details}
         base = re.search(r"(\w+)\s*(?:<|\(|$)", str(event["name"]).removeprefix("void "))
-        sizes = (str(tuple(details.get(name, ()))) for name in ("grid", "block"))
-        records.append(dict(zip(("name", "grid", "block"), (base.group(1) if base else "?", *sizes), strict=True)))
-        records[-1]["values"] = values
+        grid, block = (str(tuple(details.get(name, ()))) for name in ("grid", "block"))
+        records.append({"name": base.group(1) if base else "?", "grid": grid, "block": block, "values": values})
     return records
 
 

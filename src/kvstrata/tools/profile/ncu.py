@@ -84,11 +84,11 @@ class Kernel:
 
 def find() -> str:
     """Path of ncu; NcuError says how to install it."""
-    if path := child.find("ncu"):
+    if path := child.find_tool("ncu"):
         return path
     raise NcuError(
         "ncu is not on the PATH: Nsight Compute comes with the CUDA toolkit (or as nsight-compute from NVIDIA); "
-        "put its folder on the PATH. Files that exist can be compared without it: --compare OLD.json NEW.json"
+        "put its folder on the PATH. Saved profiles can be compared without it: --compare OLD.json NEW.json"
     )
 
 
@@ -135,22 +135,22 @@ def unknown_metrics(text: str) -> list[str]:
 
 
 def explain(text: str) -> str:
-    """Explain a failure of ncu in a sentence; an unknown one by its last lines."""
+    """One-sentence explanation of a failure of ncu; its last lines for an unknown one."""
     if "ERR_NVGPUCTRPERM" in text:
         return (
-            "the driver keeps the performance counters from this user (ERR_NVGPUCTRPERM): run as root, or open them "
-            "to everybody by loading the nvidia module with NVreg_RestrictProfilingToAdminUsers=0"
+            "this user may not read the performance counters (ERR_NVGPUCTRPERM): run as root, or allow it for "
+            "everybody by loading the nvidia module with NVreg_RestrictProfilingToAdminUsers=0"
         )
     if "LibraryNotLoaded" in text or "Failed to initialize the profiler" in text:
-        return "ncu cannot start its profiler here: this virtual machine or container does not pass the counters on"
+        return "ncu cannot start its profiler here: this virtual machine or container does not expose the counters"
     if "ERR_NVCMPGPU" in text or "Device not supported" in text:
-        return "this ncu does not know the GPU or its driver: take the ncu of the CUDA toolkit in use"
+        return "this ncu does not support the GPU or its driver: use the ncu of the installed CUDA toolkit"
     if raised := re.findall(r"^(?:\w+\.)*\w+(?:Error|Exception|Interrupt)\b.*", text, re.MULTILINE):
-        return f"what was watched failed: {raised[-1]}"
+        return f"the profiled process failed: {raised[-1]}"
     if "No kernels were profiled" in text:
-        return "no kernel of ours was launched: this case takes another path on this machine"
+        return "none of our kernels was launched: this case takes another path on this machine"
     if "InterprocessLockFailed" in text:
-        return "ncu cannot take its lock, which another user holds: name a folder of your own in TMPDIR"
+        return "ncu cannot take its lock, which another user holds: set TMPDIR to a folder of your own"
     lines = [line for line in text.splitlines() if line.strip() and "==PROF==" not in line]
     return "ncu failed: " + " / ".join(lines[-6:]) if lines else "ncu failed without a message"
 

@@ -32,7 +32,7 @@ LAUNCHES = 16  # maximum launches of our kernels that are profiled in one call
 SECONDS = 180  # seconds per case
 LAUNCH = (sys.executable, "-m", "kvstrata.tools.profile.launch")
 # Cases profiled by default: few, each with a different bottleneck. CASE:CONTENDER selects a peer.
-CHOSEN = {
+DEFAULT_CASES = {
     "store": ("8x128-fp16-256", "8x128-fp16-8192", "8x128-fp16-65536", "8x128-bf16-to-fp8-8192"),
     "prefill": (
         "ideas-full-B2-H8-S512-D64",
@@ -43,7 +43,7 @@ CHOSEN = {
     "replay": ("fa-1x16", "fa-64x4096", "fa-256x8192", "nsa-64x4096"),
     "decode": ("K8V8-B32-16384", "K4V4-B32-16384", "K2V2-B32-16384", "16bit-B32-16384"),
 }
-MOST = 4  # number of cases of an op that is not in CHOSEN
+MAX_CASES = 4  # number of cases of an op that is not in CHOSEN
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def choose(op: str, wanted: Sequence[str], device: torch.device) -> list[str]:
     """Names of cases: those that match the globs, or the most informative ones; ValueError if a glob matches none."""
     known = list(cases.by_name(op, device))
     if not wanted:
-        return [name for name in CHOSEN.get(op, ()) if split(name)[0] in known] or known[:MOST]
+        return [name for name in DEFAULT_CASES.get(op, ()) if split(name)[0] in known] or known[:MAX_CASES]
     names = []
     for text in wanted:
         glob, contender = split(text)
@@ -140,22 +140,22 @@ def take(
     profile = Profile(op, machine, tool)
     for name in names:
         tick(name)
-        case, who = split(name)
-        who = who or contender
-        own = [] if who else ncu.own_kernels()  # a named contender may launch a library's kernels
+        case, chosen = split(name)
+        chosen = chosen or contender
+        own = [] if chosen else ncu.own_kernels()  # a named contender may launch a library's kernels
         try:
-            kernels = (_counted if counters else _traced)([op, case, *([who] if who else [])], own, end)
+            kernels = (_counted if counters else _traced)([op, case, *([chosen] if chosen else [])], own, end)
         except NcuError as error:
             profile.failed[name] = str(error)
             if counters and not profile.cases and "counters" in str(error):  # other cases will not do better
                 break
         else:
-            profile.cases.append(CaseProfile(name, who or "ours", sizes[case], kernels))
+            profile.cases.append(CaseProfile(name, chosen or "ours", sizes[case], kernels))
     return profile
 
 
 def _counted(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Kernel]:
-    return first_of_each(watch(ncu.find(), [*LAUNCH, *arguments], own, LAUNCHES, end))
+    return first_of_each(run_ncu(ncu.find(), [*LAUNCH, *arguments], own, LAUNCHES, end))
 
 
 def _traced(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Kernel]:
@@ -164,12 +164,12 @@ def _traced(arguments: Sequence[str], own: Sequence[str], end: float) -> list[Ke
     if match is None:
         raise NcuError(ncu.explain(output).replace("ncu failed", "the child failed"))
     traced = [Kernel(**kernel) for kernel in json.loads(match.group(1))]
-    if chosen := first_of_each([kernel for kernel in traced if not own or kernel.name in own]):
-        return chosen
-    raise NcuError("no kernel of ours was launched")
+    if kernels := first_of_each([kernel for kernel in traced if not own or kernel.name in own]):
+        return kernels
+    raise NcuError("none of our kernels was launched")
 
 
-def watch(
+def run_ncu(
     tool: str,
     watched: Sequence[str],
     kernels: Sequence[str],
@@ -186,7 +186,7 @@ def watch(
                 raise NcuError("the time limit was reached")
             output = _run(ncu.command(tool, watched, log, kernels, launches, without, sections), left)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            if '"ID",' in text or not (unknown := _unknown(f"{text}\n{output}", without)):
+            if '"ID",' in text or not (unknown := _metrics_to_drop(f"{text}\n{output}", without)):
                 break
             without += unknown
             log.unlink(missing_ok=True)
@@ -197,7 +197,7 @@ def watch(
     return ncu.parse(text)
 
 
-def _unknown(text: str, without: Sequence[str]) -> list[str]:
+def _metrics_to_drop(text: str, without: Sequence[str]) -> list[str]:
     """Metrics to leave out after a failure: those reported as unknown or, if the reason is unknown, all, once."""
     named = [m for m in ncu.unknown_metrics(text) if m in ncu.ASKED and m not in without]
     if named or not ncu.explain(text).startswith("ncu failed"):
@@ -214,10 +214,10 @@ def first_of_each(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _run(command: Sequence[str], seconds: float) -> str:
-    """Run a command and return stdout and stderr together; it is killed after `seconds`."""
+    """Combined stdout and stderr of a command, which is killed after ``seconds``."""
     try:
         return child.run(command, seconds)[0]
-    except child.Late as error:
+    except child.Timeout as error:
         raise NcuError(f"ncu {error}") from error
 
 
@@ -258,12 +258,12 @@ def changes(before: Profile, after: Profile) -> list[Change]:
     ]
 
 
-def missed(gates: Sequence[Gate], after: Profile, changes_seen: Sequence[Change]) -> list[str]:
+def missed_gates(gates: Sequence[Gate], after: Profile, changes_seen: Sequence[Change]) -> list[str]:
     """Gates that were missed, one line each; a quantity that was not measured misses its gate."""
     lines = []
     for gate in gates:
         if gate.relative and not changes_seen:
-            lines.append(f"{gate.text}: there is nothing to compare with, give --against or --compare")
+            lines.append(f"{gate.text}: nothing to compare with; give --against or --compare")
             continue
         for case in after.cases:
             change = next((c for c in changes_seen if (c.case, c.key) == (case.case, gate.key)), None)
@@ -284,7 +284,7 @@ def dumps(profile: Profile) -> str:
 
 
 def loads(text: str, name: str) -> Profile:
-    """Read the text of a file; ValueError, which calls it ``name``, if it is no profile."""
+    """Parse the text of file ``name``; ValueError if it is not a profile."""
     return results.loads(Profile, text, name, "a profile of kvstrata", kind="profile")
 
 

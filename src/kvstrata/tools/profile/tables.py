@@ -20,7 +20,7 @@ def caption(profile: Profile) -> str:
 
 
 def bound(kernel: Kernel) -> str:
-    """Bottleneck of a kernel: the busiest unit, or waiting with its most frequent reason."""
+    """Bottleneck of a kernel: the busiest unit, or else the most frequent stall reason."""
     busy = {key: kernel.values[key] for key in ("dram", "tensor", "issue") if key in kernel.values}
     if busy and max(busy.values()) >= BUSY:
         key = max(busy, key=lambda name: busy[name])
@@ -56,7 +56,7 @@ def kernels(profile: Profile) -> Grid:
     ]
     header = ["case", "kernel", *titles, "TB/s of the case", "bound by", "warps wait for"]
     notes = [f"{name} was not profiled: {why}" for name, why in profile.failed.items()]
-    return Grid(caption(profile), header, rows, notes, names=2)
+    return Grid(caption(profile), header, rows, notes, labels=2)
 
 
 def comparison(changes: Sequence[Change], title: str) -> Grid:
@@ -69,16 +69,16 @@ def comparison(changes: Sequence[Change], title: str) -> Grid:
     cases = {c.case for c in changes}
     same = sorted(cases - {row[0] for row in rows})
     notes = [f"{name}: nothing changed" for name in same]
-    return Grid(title, ["case", "", "before", "after", "change"], rows, notes, names=2)
+    return Grid(title, ["case", "", "before", "after", "change"], rows, notes, labels=2)
 
 
 def summary(profile: Profile, compared: Grid | None = None, missed: Sequence[str] = ()) -> str:
-    """The Markdown file: what was measured, where, and what it means."""
+    """Markdown summary: environment, kernels, comparison and missed gates."""
     parts = [
         f"# Profile of {profile.op}",
-        f"{caption(profile)}. One launch of each kernel, caches flushed, clocks as they are; written by "
-        f"`kvstrata profile {profile.op}`. Times under a profiler are not benchmarks; TB/s are the bytes that the case "
-        "counts over the time of its longest kernel.",
+        f"{caption(profile)}. One launch of each kernel, caches flushed, clocks not locked; written by "
+        f"`kvstrata profile {profile.op}`. Times under a profiler are not benchmarks; TB/s are the bytes of the case "
+        "over the time of its longest kernel.",
         kernels(profile).markdown(),
     ]
     if compared is not None:

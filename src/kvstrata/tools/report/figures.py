@@ -39,8 +39,8 @@ def inline(svg: str, key: str) -> str:
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
     )
-    for theirs, ours in (("#ffffff", "var(--card)"), ("#000000", "currentColor"), ("#b0b0b0", "var(--line)")):
-        svg = svg.replace(theirs, ours)
+    for colour, variable in (("#ffffff", "var(--card)"), ("#000000", "currentColor"), ("#b0b0b0", "var(--line)")):
+        svg = svg.replace(colour, variable)
     return svg.replace("<svg", '<svg role="img"', 1)
 
 
@@ -72,7 +72,7 @@ def roofline(report: Report, key: str) -> str | None:
 
 
 def speedups(report: Report, key: str) -> str | None:
-    """Speed-up of ours over the baseline and over the best other library, with 95 % intervals."""
+    """Our speed-up over the baseline and over the best peer, with 95 % intervals; None without rows."""
     cases = [(case, row) for case in report.cases if (row := case.row("ours")) and (row.vs_baseline or row.vs_peer)]
     if not cases:
         return None
@@ -101,7 +101,7 @@ def speedups(report: Report, key: str) -> str | None:
 
 
 def history(points: Sequence[Point], key: str) -> str | None:
-    """Speed of our largest cases relative to the oldest revision kept; None for fewer than two revisions."""
+    """Speed of our slowest cases relative to the oldest revision kept; None for fewer than two revisions."""
     if len(points) < 2:
         return None
     first: dict[str, float] = {}

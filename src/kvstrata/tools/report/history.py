@@ -1,4 +1,4 @@
-"""History of our times by revision: the versions of a results file in git, and the current one."""
+"""Our times by revision: the versions of a results file in git, and the current one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstrata.tools.bench.results import Report, load, loads
 
 @dataclass(frozen=True)
 class Point:
-    """One version of a result: the revision that was measured, and the median of our row in each case."""
+    """One version of a result: the measured revision, and our median time in each case."""
 
     revision: str
     date: str
@@ -21,7 +21,7 @@ class Point:
 
 
 def points(path: Path) -> list[Point]:
-    """Oldest first; one point outside a git checkout. Versions that this kvstrata cannot read are left out."""
+    """Versions of a result, oldest first, without those that cannot be read; one point outside a git checkout."""
     reports: list[Report] = []
     for version in git.versions(path):
         try:

@@ -49,7 +49,7 @@ class Section:
 
 @dataclass
 class Content:
-    glance: Grid
+    overview: Grid
     sections: list[Section]
     environment: list[Grid]
 
@@ -74,13 +74,12 @@ def collect(results: Path) -> Content:
             section.tables = [replace(kind.table(report, {}), title="")]
             sections.append(section)
     known = {(report.op, report.machine["slug"]) for report in measured}
-    for one in profiles:
-        if (one.op, one.machine["slug"]) not in known:
-            section = _section(f"profile of {one.op}", one.machine, profile_tables.caption(one))
-            section.tables = [profile_tables.kernels(one)]
+    for other in profiles:
+        if (other.op, other.machine["slug"]) not in known:
+            section = _section(f"profile of {other.op}", other.machine, profile_tables.caption(other))
+            section.tables = [profile_tables.kernels(other)]
             sections.append(section)
-    machines = [*reports, *profiles]
-    return Content(_glance(measured), sections, _environment([one.machine for one in machines]))
+    return Content(_overview(measured), sections, _environment([each.machine for each in (*reports, *profiles)]))
 
 
 def _section(title: str, machine: dict[str, object], caption: str) -> Section:
@@ -91,19 +90,19 @@ def _section(title: str, machine: dict[str, object], caption: str) -> Section:
 
 def _bench(report: Report, profiles: Sequence[profile.Profile], results: Path) -> Section:
     section = _section(report.op, report.machine, render.caption(report))
-    past = history.points(results / report.machine["slug"] / f"{report.op}.json")
+    versions = history.points(results / report.machine["slug"] / f"{report.op}.json")
     drawn = (
-        ("Roofline: bytes a second against bytes", figures.roofline(report, f"{section.anchor}-roofline")),
+        ("Roofline: bandwidth over bytes", figures.roofline(report, f"{section.anchor}-roofline")),
         ("Speed-up, with 95 % intervals", figures.speedups(report, f"{section.anchor}-speed")),
-        ("History: our largest cases", figures.history(past, f"{section.anchor}-history")),
+        ("History: our slowest cases", figures.history(versions, f"{section.anchor}-history")),
     )
     section.figures = [Figure(title, svg, title.startswith("Speed-up")) for title, svg in drawn if svg]
     section.lead = [*report.failures] or _lead(report)
     section.tables = [_table(report, OURS, lambda row: row.kind == "ours", "Ours")]
-    section.tables += [profile_tables.kernels(one) for one in profiles]
+    section.tables += [profile_tables.kernels(each) for each in profiles]
     everything = _table(report, ALL, lambda row: True, "Every contender, and the probes")
     everything.notes = render.notes(report)
-    section.folded = [everything, _past(past)]
+    section.folded = [everything, _history_table(versions)]
     return section
 
 
@@ -119,7 +118,7 @@ def _lead(report: Report) -> list[str]:
     for against in (row.vs_baseline, row.vs_peer):
         if against:
             parts.append(f"{against.ratio:.2f} times as fast as {against.name} [{against.lo:.2f}, {against.hi:.2f}]")
-    return [", ".join(dict.fromkeys(parts)) + ".", *_ahead(report)]
+    return [", ".join(dict.fromkeys(parts)) + ".", *_summary(report)]
 
 
 def _against_others(report: Report) -> list[Against]:
@@ -131,29 +130,29 @@ def _against_others(report: Report) -> list[Against]:
     return closest
 
 
-def _ahead(report: Report) -> list[str]:
-    """All cases as text."""
+def _summary(report: Report) -> list[str]:
+    """Number of cases faster than the best other contender, as a sentence."""
     comparisons = _against_others(report)
     if not comparisons:
         return []
     ahead, behind = sum(against.lo > 1 for against in comparisons), sum(against.hi < 1 for against in comparisons)
     slowest, fastest = min(x.ratio for x in comparisons), max(x.ratio for x in comparisons)
     return [
-        f"Of {len(comparisons)} cases {ahead} are ahead of the fastest other way beyond noise and {behind} behind: "
+        f"Of {len(comparisons)} cases, {ahead} are faster than the best other contender beyond noise, {behind} slower: "
         f"{slowest:.2f} to {fastest:.2f} times as fast."
     ]
 
 
 def _table(report: Report, columns: Sequence[str], wanted: Callable[[Row], bool], title: str) -> Grid:
-    """Rows of a report by columns of `bench.render`."""
+    """Table of the ``wanted`` rows with columns of `bench.render`."""
     pairs = [(case, row) for case in report.cases for row in case.rows if wanted(row)]
-    return Grid(title, *render.grid(pairs, columns, 1), names=2 if "contender" in columns else 1)
+    return Grid(title, *render.grid(pairs, columns, 1), labels=2 if "contender" in columns else 1)
 
 
-def _past(past: Sequence[history.Point]) -> Grid:
+def _history_table(versions: Sequence[history.Point]) -> Grid:
     rows = [
         [point.revision, point.date, f"{len(point.us)}", "" if point.speedup is None else f"{point.speedup:.2f}x"]
-        for point in reversed(past)
+        for point in reversed(versions)
     ]
     return Grid("History", ["revision", "measured", "cases", "speed-up over the baseline, geometric mean"], rows)
 
@@ -161,16 +160,16 @@ def _past(past: Sequence[history.Point]) -> Grid:
 def _quality(quality: Quality) -> Section:
     section = _section(quality.op, quality.machine, quality_render.caption(quality))
     header, rows = quality_render.budgets(quality, {})
-    section.tables = [Grid("Bytes and loss", header, rows, names=2)]
+    section.tables = [Grid("Bytes and loss", header, rows, labels=2)]
     if quality.needles:
         header, rows = quality_render.needles(quality, {})
-        section.folded = [Grid("Needles in a haystack", header, rows, names=2)]
+        section.folded = [Grid("Needles in a haystack", header, rows, labels=2)]
     drawn = quality_plot.plot(quality, io.StringIO()).getvalue()
     section.figures = [Figure("Quality against bytes", figures.inline(drawn, f"{section.anchor}-plot"))]
     return section
 
 
-def _glance(reports: Sequence[Report]) -> Grid:
+def _overview(reports: Sequence[Report]) -> Grid:
     """One line per op: the case that moves the most bytes, and the number of cases in which ours is fastest."""
     header = ["op", "machine", "case", "us", "of a copy", "over the baseline", "over the best peer", "ahead in"]
     rows = []
@@ -183,11 +182,11 @@ def _glance(reports: Sequence[Report]) -> Grid:
         comparisons = _against_others(report)
         cells.append(f"{sum(against.lo > 1 for against in comparisons)} of {len(comparisons)}" if comparisons else "")
         rows.append([report.op, report.machine["name"], case.name, *cells])
-    return Grid("At a glance: the largest case of each op", header, rows, names=3)
+    return Grid("At a glance: the largest case of each op", header, rows, labels=3)
 
 
 def _environment(machines: Sequence[dict[str, object]]) -> list[Grid]:
-    """Environment tables, one per machine, from its newest description."""
+    """One table per machine, from its newest description."""
     newest: dict[str, dict[str, object]] = {}
     for machine in sorted(machines, key=lambda machine: str(machine["date"])):
         newest[str(machine["slug"])] = machine
@@ -199,7 +198,7 @@ def _environment(machines: Sequence[dict[str, object]]) -> list[Grid]:
                 rows += [[f"{key}: {name}", "-" if entry is None else f"{entry}"] for name, entry in value.items()]
             else:
                 rows.append([key, "-" if value is None else f"{value}"])
-        grids.append(Grid(str(machine["name"]), ["", ""], rows, names=2))
+        grids.append(Grid(str(machine["name"]), ["", ""], rows, labels=2))
     return grids
 
 
@@ -218,7 +217,7 @@ def html(content: Content) -> str:
 
 def markdown(content: Content) -> str:
     """Tables of the page as Markdown, without figures."""
-    parts = ["# kvstrata: results", f"## {content.glance.title}", content.glance.markdown()]
+    parts = ["# kvstrata: results", f"## {content.overview.title}", content.overview.markdown()]
     for section in content.sections:
         parts += [f"## {section.title} on {section.machine}", section.caption + ".", *section.lead]
         for table in (*section.tables, *section.folded):

@@ -1,4 +1,4 @@
-"""The choices of a problem that may be measured: valid for the shape, compiled, and within the limits."""
+"""The choices of a problem that can be measured: valid for the shape, compiled, and within the limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATIC = ("divisibility", "shared memory", "registers", "spills", "occupancy", "
 
 
 class Candidates:
-    """Enumerates the space once; reads the resource usage of a choice when it is compiled."""
+    """Enumerates the space once and checks the resource usage of compiled choices."""
 
     def __init__(self, problem: Problem, compiler: Compiler, limits: Limits) -> None:
         self.problem, self.compiler, self.limits = problem, compiler, limits
@@ -28,16 +28,16 @@ class Candidates:
         self._rejected: dict[str, Rejected] = {}
 
     def __len__(self) -> int:
-        """Valid choices that are not known to be outside the limits."""
+        """Number of valid choices that are not known to exceed the limits."""
         return len(self.valid.keys() - self._rejected.keys())
 
-    def left(self, seen: Collection[str]) -> list[Choice]:
-        """Choices that are new to the study and not known to be outside the limits."""
+    def untried(self, seen: Collection[str]) -> list[Choice]:
+        """Choices that are not in ``seen`` and not known to exceed the limits."""
         return [c for name, c in self.valid.items() if name not in seen and name not in self._rejected]
 
     def compiled(self, choice: Choice) -> bool:
         """True if `profile` returns without waiting for another process."""
-        return all(self.compiler.has(kernel) for kernel in self.kernels(choice))
+        return all(self.compiler.is_ready(kernel) for kernel in self.kernels(choice))
 
     def kernels(self, choice: Choice) -> list[Needs]:
         name = key(choice)

@@ -1,4 +1,4 @@
-"""The commands `kvstrata tune` and `kvstrata warmup`; `kvstrata.tools.cli` registers them."""
+"""The commands `tune` and `warmup`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from .problems import Problem
     from .results import Gate, Tuning
 
-TOY_FLUSH = 4 << 20  # bytes, on a CPU
-SIMULATED = 200  # experiments
-NOISE = (0.02, 0.05)
+TOY_FLUSH = 4 << 20  # bytes flushed before a sample on a CPU
+SIMULATED = 200  # simulated experiments per noise and factor
+NOISE = (0.02, 0.05)  # of simulated samples, relative
 
 
 def tune(
     op: Annotated[str, typer.Argument(help="Op to tune: decode, prefill or store.")],
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Trials of each case; all processes and earlier runs count.")
+        int | None, typer.Option(min=1, help="Trials per case, those of other processes and earlier runs included.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Time for the whole command; 5 if --trials is not given.")
@@ -45,7 +45,7 @@ def tune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest study, or join a process that works on it.")
     ] = False,
-    device: ui.Where = ui.Device.auto,
+    device: ui.DeviceOption = ui.Device.auto,
     backend: Annotated[str, typer.Option(help="cuda, or reference: a toy problem of store, to try it out.")] = "cuda",
     gates: Annotated[
         str,
@@ -68,20 +68,20 @@ def tune(
         ),
     ] = None,
     aa: Annotated[
-        int | None, typer.Option("--aa", metavar="N", min=1, help="Test the gate itself with N experiments; no search.")
+        int | None, typer.Option("--aa", metavar="N", min=1, help="Test the gate with N experiments; no search.")
     ] = None,
     save: Annotated[
         bool,
         typer.Option("--save", help="Write RESULTS/<machine>/tune_<op>[_<gates>].json (or gate.json), and the table."),
     ] = False,
-    results: ui.Results = Path("results"),
+    results: ui.ResultsOption = Path("results"),
     tables: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the table; by default --save writes it to the cache folder."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampler.")] = None,
-    revision: ui.Revision = None,
-    as_json: ui.AsJson = False,
+    revision: ui.RevisionOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Search for the fastest configuration of a kernel, and keep it only if it is significantly faster.
 
@@ -101,8 +101,8 @@ def tune(
 
     Example: kvstrata tune store --aa 200 --save
     """
-    begun = time.monotonic()
-    ui.need(("optuna", "scipy"), "tune", "tune")
+    started = time.monotonic()
+    ui.require(("optuna", "scipy"), "tune", "tune")
     from kvstrata.jit import cache_folder
     from kvstrata.jit.tuned import user_folder
     from kvstrata.tools.bench.machine import describe
@@ -113,56 +113,56 @@ def tune(
     from .results import dumps
     from .search import Settings
 
-    say = ui.console(stderr=as_json)
+    console = ui.console(stderr=as_json)
     if save and only != "*" and aa is None:
-        ui.refuse("--save with --only would replace the whole result; --tables DIR writes the table alone")
+        ui.usage_error("--save with --only would replace the whole result; --tables DIR writes the table alone")
 
     def keep(result: Tuning | Gate) -> list[Path]:
         own = save and limits == PRESETS[HARDWARE]  # tables for `auto` are limited by the hardware only
         folder = tables or (user_folder() if own else None)
         return list(_save(op, result, arch, results if save else None, folder if backend == "cuda" else None))
 
-    with ui.refusing((RuntimeError,)):
+    with ui.usage_errors((RuntimeError,)):
         problems.check(op)
-        where, arch = _where(device, backend)
-        chosen = select(problems.find(op, arch, where, backend), only, "case")
+        torch_device, arch = _device_and_arch(device, backend)
+        chosen = select(problems.find(op, arch, torch_device, backend), only, "case")
         limits = _limits(gates, shared_cap, max_registers, min_occupancy)
         if trials is None and minutes is None and aa is None:
             minutes = 5.0
         settings = Settings(trials, None if minutes is None else 60 * minutes, limits=limits)
         if aa is not None:
-            result: Tuning | Gate = _experiment(chosen, where, aa, revision, begun, settings.seconds)
+            result: Tuning | Gate = _experiment(chosen, torch_device, aa, revision, started, settings.seconds)
         else:
             from .session import Session
 
-            machine = describe(where, revision)
+            machine = describe(torch_device, revision)
             session = Session(
                 op=op,
                 problems=chosen,
-                device=where,
+                device=torch_device,
                 arch=arch,
                 backend=backend,
                 gates=gates,
                 settings=settings,
                 machine=machine,
                 storage=storage or cache_folder() / "tune" / f"{machine['slug']}.journal",
-                flush_bytes=TOY_FLUSH if where.type == "cpu" else None,
+                flush_bytes=TOY_FLUSH if torch_device.type == "cpu" else None,
                 resume=resume,
                 seed=seed,
-                profile=_profiled(profile, save, backend),
+                profile=_use_ncu(profile, save, backend),
             )
             with _progress() as progress:
-                result = session.run(begun, progress, keep)
+                result = session.run(started, progress, keep)
     if as_json:
         sys.stdout.write(dumps(result))
     shown = ["rates"] if aa is not None else ["speed", "configurations" if gates == HARDWARE else "limits", "rejected"]
     for number, name in enumerate(shown):
         table = render.table(result, {"table": name})
-        say.print((replace(table, title=name) if number else table).terminal())
+        console.print((replace(table, title=name) if number else table).terminal())
     for note in render.notes(result):
-        say.print(note, markup=False)
+        console.print(note, markup=False)
     for path in keep(result):
-        say.print(f"Saved: {path}", markup=False, soft_wrap=True)
+        console.print(f"Saved: {path}", markup=False, soft_wrap=True)
 
 
 def warmup(
@@ -183,7 +183,7 @@ def warmup(
     page_format: Annotated[str, typer.Option("--format", help="Format of packed pages.")] = "K4V4",
     page_tokens: Annotated[int, typer.Option(help="Tokens of a packed page: 16, 32 or 64.")] = 16,
     jobs: Annotated[int | None, typer.Option(min=0, help="Processes; 0 compiles in this one.")] = None,
-    as_json: ui.AsJson = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Compile kernels ahead of time: the top five of each entry of the tuned table, the defaults, those of a cache.
 
@@ -203,42 +203,42 @@ def warmup(
     from kvstrata.jit.tuned import slug
 
     from . import problems
-    from . import warmup as heat
+    from . import warmup as ahead  # `warmup` is this command
 
     if reason := jit.missing():
-        ui.refuse(f"warmup: {reason}")
+        ui.usage_error(f"warmup: {reason}")
     import torch
 
     names = sorted([*problems.names(), "cache", "packed", "replay"])
     if op is not None and op not in names:
-        ui.refuse(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
+        ui.usage_error(f"nothing to compile for {op!r}; there are: {', '.join(names)}")
     if arch is None:
         if not torch.cuda.is_available():
-            ui.refuse("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
+            ui.usage_error("no GPU here: name the architecture, as in kvstrata warmup --arch sm_90")
         arch, gpu = jit.arch_of(), gpu or slug(torch.cuda.get_device_name())
     if not arch.startswith("sm_") or not arch[3:].isdigit():
-        ui.refuse(f"--arch: expected a name such as sm_90, got {arch!r}")
+        ui.usage_error(f"--arch: expected a name such as sm_90, got {arch!r}")
     start = time.monotonic()
-    result = heat.Warmed(arch, heat.tables_for(arch, gpu))
-    wanted = heat.kernels([one for one in problems.names() if op in (None, one)], arch, result.tables)
+    result = ahead.Warmed(arch, ahead.tables_for(arch, gpu))
+    wanted = ahead.kernels([name for name in problems.names() if op in (None, name)], arch, result.tables)
     if op in (None, "replay"):
-        wanted += heat.replay_kernels()
+        wanted += ahead.replay_kernels()
     if op in (None, "cache", "packed"):
-        with ui.refusing():
+        with ui.usage_errors():
             if heads % kv_heads:
                 raise ValueError(f"--heads: expected a multiple of {kv_heads}, got {heads}")
-            precision, formats = ui.dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
-            assert precision is not None
+            torch_dtype, formats = ui.dtype_of(dtype), None if tiers is None else tuple(tiers.split(","))
+            assert torch_dtype is not None
             for dim in head_dim:
                 if op == "packed":
-                    wanted += heat.packed_kernels(page_format, dim, heads, kv_heads, precision, page_tokens, arch)
+                    wanted += ahead.packed_kernels(page_format, dim, heads, kv_heads, torch_dtype, page_tokens, arch)
                     continue
-                sizes = heat.CacheSizes(dim, heads, kv_heads, precision, budget, formats, max_tokens=max_tokens)
-                wanted += heat.cache_kernels(sizes, arch, result.tables)
-        wanted = list({(one.source, one.entry): one for one in wanted}.values())
+                sizes = ahead.CacheSizes(dim, heads, kv_heads, torch_dtype, budget, formats, max_tokens=max_tokens)
+                wanted += ahead.cache_kernels(sizes, arch, result.tables)
+        wanted = list({(kernel.source, kernel.entry): kernel for kernel in wanted}.values())
     with _progress() as progress:
         task = progress.add_task(f"compiling for {arch}", total=len(wanted), best="")
-        for _ in heat.compile_all(wanted, jobs, result):
+        for _ in ahead.compile_all(wanted, jobs, result):
             progress.advance(task)
     if as_json:
         typer.echo(
@@ -254,32 +254,32 @@ def warmup(
         raise typer.Exit(1)
 
 
-def _where(device: ui.Device, backend: str) -> tuple[torch.device, str]:
-    """Device, and the architecture to compile for, if any."""
+def _device_and_arch(device: ui.Device, backend: str) -> tuple[torch.device, str]:
+    """Device, and the architecture to compile for (``none`` for the reference)."""
     from kvstrata import jit
 
     if backend not in ("cuda", "reference"):
         raise ValueError(f"--backend: expected cuda or reference, got {backend!r}")
-    where = ui.device_of(device)
+    torch_device = ui.device_of(device)
     if backend == "reference":
-        return where, "none"
-    if where.type != "cuda":
+        return torch_device, "none"
+    if torch_device.type != "cuda":
         raise ValueError("no GPU here: --backend reference --device cpu tunes a toy problem")
     if reason := jit.missing():
         raise ValueError(f"--backend cuda: {reason}")
-    return where, jit.arch_of(where)
+    return torch_device, jit.arch_of(torch_device)
 
 
-def _profiled(wanted: bool | None, save: bool, backend: str) -> bool:
-    """True if Nsight Compute is used; ValueError if it is requested but not available."""
+def _use_ncu(requested: bool | None, save: bool, backend: str) -> bool:
+    """True if Nsight Compute is used; ValueError if it is requested but not installed."""
     from kvstrata.tools import child
 
-    if backend != "cuda" or wanted is False:
+    if backend != "cuda" or requested is False:
         return False
-    there = child.find("ncu") is not None
-    if wanted and not there:
+    installed = child.find_tool("ncu") is not None
+    if requested and not installed:
         raise ValueError("--profile: ncu is not on the PATH; it comes with the CUDA toolkit")
-    return there and (save or wanted is True)
+    return installed and (save or requested is True)
 
 
 def _limits(preset: str, shared: int | None, registers: int | None, occupancy: float | None) -> Limits:
@@ -293,7 +293,12 @@ def _limits(preset: str, shared: int | None, registers: int | None, occupancy: f
 
 
 def _experiment(
-    chosen: list[Problem], where: torch.device, n: int, revision: str | None, begun: float, seconds: float | None
+    chosen: list[Problem],
+    torch_device: torch.device,
+    n: int,
+    revision: str | None,
+    started: float,
+    seconds: float | None,
 ) -> Gate:
     """A/A and A/B on the longest of the cases, and simulated (with a GPU, in separate processes)."""
     import multiprocessing
@@ -307,20 +312,20 @@ def _experiment(
     from .results import GATE, Gate
 
     problem = max(chosen, key=lambda problem: int(problem.shape["tokens"]))
-    timer = Timer(where, TOY_FLUSH if where.type == "cpu" else None)
+    timer = Timer(torch_device, TOY_FLUSH if torch_device.type == "cpu" else None)
     method = {"quick": decide.QUICK, "confirm": decide.CONFIRM, "case": problem.case}
-    gate = Gate(GATE, describe(where, revision), method)
-    wanted = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
-    jobs = min(len(wanted), os.cpu_count() or 1)
+    gate = Gate(GATE, describe(torch_device, revision), method)
+    simulations = [(noise, factor, SIMULATED) for noise in NOISE for factor in experiment.FACTORS]
+    jobs = min(len(simulations), os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, _progress() as progress:
-        in_parallel = where.type == "cuda" and jobs > 1
-        running = [pool.submit(experiment.simulated, *each) for each in wanted] if in_parallel else []
+        in_parallel = torch_device.type == "cuda" and jobs > 1
+        running = [pool.submit(experiment.simulated, *each) for each in simulations] if in_parallel else []
         for left, factor in zip(range(len(experiment.FACTORS), 0, -1), experiment.FACTORS, strict=True):
             task, now = progress.add_task(f"{problem.case} {factor:g}x", total=n, best=""), time.monotonic()
-            end = math.inf if seconds is None else now + (begun + seconds - now) / left
+            end = math.inf if seconds is None else now + (started + seconds - now) / left
             step = partial(progress.advance, task)
             gate.rows.append(experiment.on_device(problem, timer, factor, n, step, end))
-        gate.rows += [one.result() for one in running] or [experiment.simulated(*each) for each in wanted]
+        gate.rows += [each.result() for each in running] or [experiment.simulated(*each) for each in simulations]
     return gate
 
 

@@ -16,7 +16,7 @@ from .gates import Needs
 Name = tuple[Path, str]
 
 
-def by_triton(source: str | Path) -> bool:
+def is_triton(source: str | Path) -> bool:
     """True if a kernel is compiled by Triton, not NVRTC."""
     return Path(source).suffix == ".py"
 
@@ -24,7 +24,7 @@ def by_triton(source: str | Path) -> bool:
 def build(source: str, entry: str, arch: str) -> jit.Usage:
     """Compile a kernel into the cubin cache, or Triton's, and return its resource usage."""
     try:
-        if by_triton(source):
+        if is_triton(source):
             from kvstrata.attention.prefill import space as prefill_space
 
             return prefill_space.usage(entry, arch)
@@ -41,46 +41,46 @@ class Compiler:
         self.arch = arch
         self.jobs = max((os.cpu_count() or 1) - 2, 1) if jobs is None else jobs
         self._pool: ProcessPoolExecutor | None = None
-        self._ahead: dict[Name, Future[jit.Usage]] = {}
+        self._running: dict[Name, Future[jit.Usage]] = {}
         self._done: dict[Name, jit.Usage] = {}
 
-    def ahead(self, kernels: Iterable[Needs]) -> list[Future[jit.Usage]]:
+    def start(self, kernels: Iterable[Needs]) -> list[Future[jit.Usage]]:
         """Start compiling kernels that are not cached, each once."""
         if not self.jobs:
             return []
         for kernel in kernels:
             name = (kernel.source, kernel.entry)
-            if name in self._ahead or name in self._done:
+            if name in self._running or name in self._done:
                 continue
-            if not by_triton(kernel.source) and (known := jit.known_usage(*name, arch=self.arch)):
+            if not is_triton(kernel.source) and (known := jit.known_usage(*name, arch=self.arch)):
                 self._done[name] = known
                 continue
             if self._pool is None:
                 self._pool = ProcessPoolExecutor(self.jobs, mp_context=multiprocessing.get_context("spawn"))
-            self._ahead[name] = self._pool.submit(build, str(kernel.source), kernel.entry, self.arch)
-        return list(self._ahead.values())
+            self._running[name] = self._pool.submit(build, str(kernel.source), kernel.entry, self.arch)
+        return list(self._running.values())
 
-    def has(self, kernel: Needs) -> bool:
+    def is_ready(self, kernel: Needs) -> bool:
         """True if `usage` returns without waiting for another process."""
         name = (kernel.source, kernel.entry)
-        return name not in self._ahead or self._ahead[name].done()
+        return name not in self._running or self._running[name].done()
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait_for_any(self, seconds: float | None = None) -> bool:
         """Wait until another kernel is done; False if none is in progress, or none was done in time."""
-        running = [future for future in self._ahead.values() if not future.done()]
+        running = [future for future in self._running.values() if not future.done()]
         return bool(running and wait(running, seconds, FIRST_COMPLETED).done)
 
     @property
     def progress(self) -> tuple[int, int]:
         """Number of kernels that are done, and of all requested."""
-        done = sum(future.done() for future in self._ahead.values())
-        return done + len(self._done), len(self._ahead) + len(self._done)
+        done = sum(future.done() for future in self._running.values())
+        return done + len(self._done), len(self._running) + len(self._done)
 
     def usage(self, kernel: Needs, seconds: float | None = None) -> jit.Usage:
         """Resource usage of a kernel; CompileError if it does not compile, TimeoutError if it is not done in time."""
         name = (kernel.source, kernel.entry)
-        if name in self._ahead:
-            return self._ahead[name].result(seconds)
+        if name in self._running:
+            return self._running[name].result(seconds)
         if name not in self._done:
             self._done[name] = build(str(kernel.source), kernel.entry, self.arch)
         return self._done[name]
@@ -95,6 +95,6 @@ class Compiler:
             return
         workers = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if not all(future.done() for future in self._ahead.values()):
+        if not all(future.done() for future in self._running.values()):
             for worker in workers:  # their results are no longer needed; a cubin is written atomically
                 worker.terminate()

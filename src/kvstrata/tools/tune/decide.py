@@ -1,7 +1,7 @@
-"""Comparison of a candidate with the incumbent: a quick test that saves time, then a gate that decides.
+"""Comparison of a candidate with the incumbent: a quick gate that saves time, then one that decides.
 
-    quick     40 samples: at least 5 % faster, or no slower with a better profile; given up after 10 if all are slower
-    confirm   100 samples: 95 % intervals of the medians apart, Hedges' g of at least 0.8, rank test below 0.05
+    quick     40 samples: at least 5 % faster, or no slower with a better profile; abandoned after 10 if all are slower
+    confirm   100 samples: 95 % intervals of the medians do not overlap, Hedges' g at least 0.8, rank test below 0.05
 
 Samples of both are interleaved (`bench.timer`), so drift affects both. A few lucky samples change neither a median nor
 a rank, and g ignores the outermost 5 % at either end.
@@ -51,7 +51,7 @@ def better_profile(candidate: Profile, incumbent: Profile) -> bool:
 
 
 def better_metrics(candidate: Mapping[str, float], incumbent: Mapping[str, float]) -> bool:
-    """True if one of METRICS is better by its margin and none worse by it; names as in `profile.ncu`."""
+    """True if one of METRICS (names of `profile.ncu`) is better by its margin and none is worse by it."""
     gains = [
         sign * (candidate[name] - incumbent[name]) / margin
         for name, (sign, margin) in METRICS.items()
@@ -72,7 +72,7 @@ def passes_quick(incumbent: Array, candidate: Array, profile_is_better: bool = F
 
 
 def confirm(incumbent: Array, candidate: Array) -> Verdict:
-    """Decide whether the candidate is faster beyond noise."""
+    """Verdict on whether the candidate is faster beyond noise."""
     a, b = summary(incumbent), summary(candidate, seed=1)
     g, p = hedges_g(incumbent, candidate, TAILS), rank_test(incumbent, candidate)
     failed = None

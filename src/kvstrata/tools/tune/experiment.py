@@ -1,7 +1,7 @@
-"""Pass rates of the gate: for candidates that are no faster than the incumbent (A/A), and for faster ones (A/B).
+"""Pass rates of the gate: for candidates as fast as the incumbent (A/A), and for faster ones (A/B).
 
 On a device both contenders are the same configuration, built twice; for A/B the incumbent is followed by a real delay.
-In a simulation samples are drawn: log-normal noise, and a few outliers that take half as long again.
+Simulated samples have log-normal noise, and a few outliers that take 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def rate(name: str, factor: float, draw: Draw, n: int, step: Step = lambda: None
     quick = confirm = promoted = 0
     ratios: list[float] = []
     while len(ratios) < n and (not ratios or time.monotonic() < end):
-        early = decide.passes_quick(*draw(decide.QUICK))
+        passed = decide.passes_quick(*draw(decide.QUICK))
         incumbent, candidate = draw(decide.CONFIRM)
-        late = decide.confirm(incumbent, candidate).faster
+        confirmed = decide.confirm(incumbent, candidate).faster
         ratios.append(float(np.median(incumbent) / np.median(candidate)))
-        quick, confirm, promoted = quick + early, confirm + late, promoted + (early and late)
+        quick, confirm, promoted = quick + passed, confirm + confirmed, promoted + (passed and confirmed)
         step()
     return Rate(name, factor, float(np.median(ratios)), len(ratios), quick, confirm, promoted)
 
@@ -70,7 +70,7 @@ def on_device(
 
     calls = {"incumbent": contender(), "candidate": contender()}
     if factor > 1:
-        calls["incumbent"] = _slowed(calls["incumbent"], factor, timer, lambda them: sample(them, CALIBRATION))
+        calls["incumbent"] = _slowed(calls["incumbent"], factor, timer, lambda delayed: sample(delayed, CALIBRATION))
     sample(calls, 2)
     usual, drawn = timer.clock.warm_seconds, 0
 
@@ -80,7 +80,7 @@ def on_device(
         taken = sample(calls, count, drawn)
         return taken["incumbent"], taken["candidate"]
 
-    timer.clock.warm_seconds = 0.0  # the device is busy from here on
+    timer.clock.warm_seconds = 0.0  # the device stays busy from here on
     try:
         return rate(f"{problem.op} {problem.case}", factor, draw, n, step, end)
     finally:

@@ -46,14 +46,14 @@ class Multiprocessor:
     registers: int = 65536
 
 
-# From the CUDA programming guide's table of compute capabilities.
+# From the table of compute capabilities in the CUDA programming guide.
 SMALL = Multiprocessor(100 * KIB, 99 * KIB, warps=48, blocks=16)
 LARGE = Multiprocessor(228 * KIB, 227 * KIB)
 KNOWN = {"sm_80": Multiprocessor(164 * KIB, 163 * KIB), "sm_90": LARGE, "sm_100": LARGE, "sm_103": LARGE}
 
 
 def multiprocessor(arch: str) -> Multiprocessor:
-    """Multiprocessor of an architecture; for an unknown one, the resources that all have."""
+    """Multiprocessor of an architecture; for an unknown one, the smallest known."""
     return KNOWN.get(arch, SMALL)
 
 
@@ -89,7 +89,7 @@ class Profile:
 
 
 def occupancy(registers: int, shared: int, threads: int, arch: str) -> float:
-    """Resident warps of a kernel as a share of those a multiprocessor can hold."""
+    """Resident warps of a kernel as a share of a multiprocessor's maximum."""
     has, warps = multiprocessor(arch), -(-threads // 32)
     per_warp = -(-max(registers, 1) * 32 // 256) * 256
     by_registers = has.registers // per_warp // warps
@@ -98,7 +98,7 @@ def occupancy(registers: int, shared: int, threads: int, arch: str) -> float:
 
 
 def check(kernels: Sequence[Needs], usage: Callable[[Needs], jit.Usage], arch: str, limits: Limits) -> Profile:
-    """The profile of a configuration whose kernels pass; Rejected otherwise. `usage` compiles."""
+    """Profile of a configuration whose kernels are within the limits; Rejected otherwise. ``usage`` may compile."""
     has = multiprocessor(arch)
     cap = has.shared_block if limits.shared is None else min(limits.shared, has.shared_block)
     checked = []

@@ -29,7 +29,7 @@ def take(
         file = Path(folder) / "wanted.json"
         file.write_text(json.dumps(wanted), encoding="utf-8")
         watched = [sys.executable, "-m", "kvstrata.tools.tune.watched", op, str(file)]
-        kernels = profile.watch(
+        kernels = profile.run_ncu(
             ncu.find(),
             watched,
             [*ncu.own_kernels(), MARK],
@@ -56,5 +56,5 @@ def split(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
 
 def _longest(kernels: Sequence[Kernel]) -> Metrics:
     if not kernels:
-        raise NcuError("a configuration launched no kernel of ours")
+        raise NcuError("a configuration launched none of our kernels")
     return dict(max(kernels, key=lambda kernel: kernel.values.get("us", 0.0)).values)

@@ -1,4 +1,4 @@
-"""Tables of searches and of the gate: in the terminal, and as Markdown between the markers of a document.
+"""Tables of tuning results and of the gate experiment, for the terminal and for documents.
 
     <!-- kvstrata:tune_store -->
     <!-- /kvstrata:tune_store -->
@@ -114,7 +114,7 @@ TABLES: dict[str, Callable[[Tuning], Cells]] = {
     "values": _values,
     "metrics": _metrics,
 }
-WORDS = {"configurations": 3, "limits": 4, "values": 3, "metrics": 2}  # number of leading columns that are not figures
+LABELS = {"configurations": 3, "limits": 4, "values": 3, "metrics": 2}  # number of leading columns that are not figures
 
 
 def table(result: Tuning | Gate, options: dict[str, str]) -> Grid:
@@ -123,14 +123,14 @@ def table(result: Tuning | Gate, options: dict[str, str]) -> Grid:
     if isinstance(result, Gate):
         if chosen != "rates":
             raise ValueError(f"table {chosen!r}: expected rates")
-        return Grid(title, *_rates(result), names=2)
+        return Grid(title, *_rates(result), labels=2)
     if chosen not in TABLES:
         raise ValueError(f"table {chosen!r}: expected one of {', '.join(TABLES)}")
     if chosen == "values":
         cells = _values(result, [name for name in options.get("of", "").split(",") if name])
     else:
         cells = TABLES[chosen](result)
-    return Grid(title, *cells, names=WORDS.get(chosen, 1))
+    return Grid(title, *cells, labels=LABELS.get(chosen, 1))
 
 
 def caption(result: Tuning | Gate) -> str:

@@ -1,4 +1,4 @@
-"""Results of a search and of the gate experiment, as JSON under results/<machine>/: tune_<op>.json and gate.json."""
+"""Results of a search and of the gate experiment: results/<machine>/tune_<op>.json and gate.json."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvstrata.jit.tuned import Choice
 from .space import Space
 
 
-class Listed(optuna.samplers.BaseSampler):
+class NearestSampler(optuna.samplers.BaseSampler):
     """Gets a proposal from `inner` and the choice of the trial from `pick`, which returns None if none is left."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Listed(optuna.samplers.BaseSampler):
     ) -> dict[str, Any]:
         proposal: Choice = {}
         for name, distribution in search_space.items():
-            if self.space.matters(name, proposal):
+            if self.space.applies(name, proposal):
                 proposal[name] = self.inner.sample_independent(study, trial, name, distribution)
         return self.pick(proposal) or {}
 
@@ -49,7 +49,7 @@ class Listed(optuna.samplers.BaseSampler):
 
 
 def nearest(choices: Sequence[Choice], proposal: Choice, rng: random.Random) -> Choice:
-    """The choice that shares most values with the proposal; one of them at random if there are several."""
+    """Choice that shares most values with the proposal; ties are broken at random."""
     shared = [sum(proposal.get(name) == value for name, value in choice.items()) for choice in choices]
     most = max(shared)
     return rng.choice([choice for choice, count in zip(choices, shared, strict=True) if count == most])

@@ -31,19 +31,19 @@ from .compiler import Compiler
 from .gates import Limits, Profile, Rejected
 from .problems import Problem
 from .results import Row
-from .sampler import Listed, nearest
+from .sampler import NearestSampler, nearest
 from .space import key
-from .storage import OWNER, owner, put_back
+from .storage import OWNER, owner, requeue_abandoned
 
 STEP = 10  # samples between two checks of the pruner
 FINAL = 200  # fresh samples of the winner against the default
 TOP = 5
-IDLE = 0.5  # seconds of idling after which a device gets time to raise its clocks again
+IDLE_SECONDS = 0.5  # seconds of idling after which a device gets time to raise its clocks again
 CLAIMED, REJECTED, PROFILE, PROMOTED = "claimed", "rejected", "profile", "promoted"
-SEEN = "seen before"  # reason for rejecting a trial that does not count
+DUPLICATE = "seen before"  # reason for rejecting a trial that does not count
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
-ANYTHING = Limits(occupancy=0, spills=1 << 30)
-LOOK = 0.5  # seconds between two reports while waiting for the compiler
+UNLIMITED = Limits(occupancy=0, spills=1 << 30)
+POLL = 0.5  # seconds between two reports while waiting for the compiler
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class State:
 
 
 class Search:
-    """Works on a study of one problem on one device."""
+    """Runs trials of one problem's study on one device."""
 
     def __init__(
         self,
@@ -91,39 +91,42 @@ class Search:
         self.candidates = Candidates(problem, compiler, settings.limits)
         self.ready = problem.build(timer.device)
         self._calls: dict[str, Call] = {}  # calls of the incumbents
-        self._busy = -math.inf  # when the device was last busy
-        self._round = 0.0  # seconds per round of samples
+        self._last_busy = -math.inf  # when the device was last busy
+        self._round_seconds = 0.0  # seconds per round of samples
         self._waited = 0.0  # seconds spent waiting for the compiler
         self._random = random.Random(len(study.get_trials(deepcopy=False)))
-        if not isinstance(study.sampler, Listed):
-            study.sampler = Listed(study.sampler, problem.space, self._pick)
+        if not isinstance(study.sampler, NearestSampler):
+            study.sampler = NearestSampler(study.sampler, problem.space, self._pick)
         study.sampler.pick = self._pick
 
     def run(self) -> Row:
         """Search, then measure the winner against the default."""
-        self._begin()
-        while not self._over():
-            put_back(self.study)
+        self._prepare_default()
+        while not self._is_over():
+            requeue_abandoned(self.study)
             self._next()
         return self._finish()
 
     def reconsider(self, choices: Iterable[Choice]) -> Row:
-        """Confirm choices that were measured before and were not 5 % faster, then measure the winner."""
-        self._begin()
+        """Run the second stage for measured choices that were not 5 % faster, then measure the winner."""
+        self._prepare_default()
         for choice in choices:
             (trial,) = (t for t in self._trials(TrialState.COMPLETE) if key(t.params) == key(choice))
-            calls, holder = self._contenders(choice)
-            if self._confirmed(calls, holder or "default").faster:  # a finished trial cannot be changed
+            calls, rival = self._contenders(choice)
+            if self._confirm(calls, rival or "default").faster:  # add a trial: a finished one cannot be changed
                 attributes = {**trial.user_attrs, PROMOTED: True}
                 attributes.pop(REJECTED, None)
                 self.study.add_trial(
                     optuna.trial.create_trial(
-                        params=trial.params, distributions=trial.distributions, value=self._last, user_attrs=attributes
+                        params=trial.params,
+                        distributions=trial.distributions,
+                        value=self._last_ratio,
+                        user_attrs=attributes,
                     )
                 )
         return self._finish()
 
-    def near(self, most: int) -> list[Choice]:
+    def near_misses(self, most: int) -> list[Choice]:
         """Completed trials that were no slower than the incumbent, but not 5 % faster: the fastest first."""
         best = self._incumbent()
         bound = 1.0 if best is None else _value(best)
@@ -131,14 +134,14 @@ class Search:
         trials = [t for t in trials if key(t.params) != key(self.problem.default)]
         return [dict(t.params) for t in sorted(trials, key=_value)][:most]
 
-    def _begin(self) -> None:
+    def _prepare_default(self) -> None:
         """Prepare the default. `_outside` is the reason why the limits do not allow it, or empty."""
         self._outside = ""
         try:
             self._static = gates.check(
-                self.candidates.kernels(self.problem.default), self.compiler.usage, self.compiler.arch, ANYTHING
+                self.candidates.kernels(self.problem.default), self.compiler.usage, self.compiler.arch, UNLIMITED
             )
-            self._default = self._prepared(self.problem.default)
+            self._default = self._build_call(self.problem.default)
         except Rejected as error:
             raise RuntimeError(f"{self.problem.case}: the default configuration is {error.kind}: {error}") from error
         if self.settings.limits != Limits():  # the default may always use what the hardware allows
@@ -148,54 +151,54 @@ class Search:
                 self._outside = str(error)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Trials of the study in these states, from all processes, without repetitions."""
+        """Trials of the study in these states, from all processes, without duplicates."""
         trials = self.study.get_trials(deepcopy=False, states=states)
-        return [t for t in trials if t.user_attrs.get(REJECTED) != SEEN]
+        return [t for t in trials if t.user_attrs.get(REJECTED) != DUPLICATE]
 
-    def _over(self) -> bool:
-        limit, left = self.settings, self._left()
-        if left is not None and left <= limit.final * self._round:  # time needed for the final measurement
+    def _is_over(self) -> bool:
+        limit, left = self.settings, self._seconds_left()
+        if left is not None and left <= limit.final * self._round_seconds:  # time needed for the final measurement
             return True
         taken = [t for t in self._trials(*DONE, TrialState.RUNNING) if OWNER in t.user_attrs]
         taken = [t for t in taken if t.user_attrs.get(REJECTED) not in STATIC]
         if limit.trials is not None and len(taken) >= limit.trials:
             return True
-        return not self._waiting() and not self._wait_for_one()
+        return not self._has_queued() and not self._wait_for_candidate()
 
-    def _left(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         """Seconds left, or None without a limit."""
         if self.settings.seconds is None:
             return None
         allowed = self.settings.seconds + min(self._waited, self.settings.patience)
         return max(self.started + allowed - time.monotonic(), 0.0)
 
-    def _waiting(self) -> bool:
+    def _has_queued(self) -> bool:
         return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def _unseen(self) -> list[Choice]:
-        return self.candidates.left({key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)})
+    def _untried(self) -> list[Choice]:
+        return self.candidates.untried({key(t.params) for t in self._trials(*DONE, TrialState.RUNNING)})
 
-    def _wait_for_one(self) -> bool:
+    def _wait_for_candidate(self) -> bool:
         """Wait until a choice can be measured; False if none is left or the time is up."""
-        while unseen := self._unseen():
+        while unseen := self._untried():
             compiled = [choice for choice in unseen if self.candidates.compiled(choice)]
             if any(self.candidates.passes(choice) for choice in compiled):
                 return True
             if len(compiled) == len(unseen):
-                continue  # all of them were just rejected
-            start, left = time.monotonic(), self._left()
+                continue  # all were just rejected
+            start, left = time.monotonic(), self._seconds_left()
             if left is not None:
                 left += max(self.settings.patience - self._waited, 0.0)
                 if left <= 0.0:
                     return False
-            self.compiler.wait(LOOK if left is None else min(left, LOOK))
+            self.compiler.wait_for_any(POLL if left is None else min(left, POLL))
             self._waited += time.monotonic() - start
             self._report("waiting for the compiler")
         return False
 
     def _pick(self, proposal: Choice) -> Choice | None:
-        """The choice nearest to a proposal of those that can be measured now; None if there is none."""
-        ready = [choice for choice in self._unseen() if self.candidates.compiled(choice)]
+        """Choice nearest to a proposal among those that can be measured now; None if there is none."""
+        ready = [choice for choice in self._untried() if self.candidates.compiled(choice)]
         while ready:
             choice = nearest(ready, proposal, self._random)
             if self.candidates.passes(choice):
@@ -208,12 +211,12 @@ class Search:
         trial.set_user_attr(OWNER, owner())
         choice = self.problem.space.suggest(trial)
         trial.set_user_attr(CLAIMED, True)
-        if self._taken(trial.number, choice):
-            self._tell(trial, None, SEEN)
+        if self._is_duplicate(trial.number, choice):
+            self._tell(trial, None, DUPLICATE)
             return
-        value, rejected, broken = None, None, None
+        value, rejected, failure = None, None, None
         try:
-            value, rejected = self._judge(trial, choice)
+            value, rejected = self._measure(trial, choice)
         except Rejected as error:
             rejected = error.kind
             trial.set_user_attr("reason", " ".join(str(error).split())[:300])
@@ -223,11 +226,11 @@ class Search:
             self.study.tell(trial, state=TrialState.FAIL)
             self.study.enqueue_trial(choice)
             return
-        except Exception as error:  # of a launch: a kernel may have left the device unusable
-            rejected, broken = "fails", error
+        except Exception as error:  # a failed launch may have left the device unusable
+            rejected, failure = "fails", error
         self._tell(trial, value, rejected)
-        if broken is not None:
-            self._alive(broken)
+        if failure is not None:
+            self._check_device(failure)
         self._report(rejected or PROMOTED)
 
     def _report(self, last: str) -> None:
@@ -237,9 +240,11 @@ class Search:
     def _measured(self) -> list[FrozenTrial]:
         return [t for t in self._trials(*DONE) if t.intermediate_values]
 
-    def _taken(self, number: int, choice: Choice) -> bool:
-        """True if another trial has this choice. The later of two trials sees an earlier number or an earlier claim,
-        so no choice is tried twice, whatever the timing."""
+    def _is_duplicate(self, number: int, choice: Choice) -> bool:
+        """True if another trial has this choice.
+
+        The later of two concurrent trials sees an earlier number or an earlier claim, so no choice is tried twice.
+        """
         others = [t for t in self._trials(*DONE, TrialState.RUNNING) if key(t.params) == key(choice)]
         return any(t.number < number or (t.number > number and CLAIMED in t.user_attrs) for t in others)
 
@@ -252,8 +257,8 @@ class Search:
             if "finished" not in str(error) and "Cannot tell" not in str(error):
                 raise  # otherwise this process was considered dead and another one did the work
 
-    def _alive(self, error: Exception) -> None:
-        """Raise if the device no longer works after an error."""
+    def _check_device(self, error: Exception) -> None:
+        """Raise RuntimeError if the device no longer works after an error."""
         if self.timer.device.type != "cuda":
             return
         try:
@@ -261,7 +266,7 @@ class Search:
         except RuntimeError:
             raise RuntimeError(f"a trial broke the device ({error}); it is recorded, and --resume skips it") from error
 
-    def _prepared(self, choice: Choice) -> Call:
+    def _build_call(self, choice: Choice) -> Call:
         """A contender that was launched on every input set and passed the benchmark's check."""
         if (name := key(choice)) in self._calls:
             return self._calls[name]
@@ -284,47 +289,47 @@ class Search:
         promoted = [t for t in self._trials(TrialState.COMPLETE) if t.user_attrs.get(PROMOTED)]
         return min(promoted, key=_value, default=None)
 
-    def _judge(self, trial: optuna.Trial, choice: Choice) -> tuple[float, str | None]:
-        """Measure a choice; returns its value and the reason why it was not promoted."""
-        profile = self.candidates.profile(choice, self._left())
+    def _measure(self, trial: optuna.Trial, choice: Choice) -> tuple[float, str | None]:
+        """Relative time of a choice, and the reason why it was not promoted, or None."""
+        profile = self.candidates.profile(choice, self._seconds_left())
         trial.set_user_attr(PROFILE, asdict(profile))
-        calls, holder = self._contenders(choice)
-        taken = self._quick(trial, calls, holder)
-        if holder is not None:
+        calls, rival = self._contenders(choice)
+        taken = self._quick_samples(trial, calls, rival)
+        if rival is not None:
             incumbent = self._incumbent()
             held = self._static if incumbent is None else Profile(**incumbent.user_attrs[PROFILE])
             better = not self.settings.measured_profiles and decide.better_profile(profile, held)
-            if not decide.passes_quick(taken[holder], taken["candidate"], better):
+            if not decide.passes_quick(taken[rival], taken["candidate"], better):
                 return _relative(taken), f"not {decide.FASTER - 1:.0%} faster"
-        verdict = self._confirmed(calls, holder or "default")
-        if holder is not None and not verdict.faster:
+        verdict = self._confirm(calls, rival or "default")
+        if rival is not None and not verdict.faster:
             trial.set_user_attr("reason", verdict.failed)
-            return self._last, "not confirmed"
+            return self._last_ratio, "not confirmed"
         trial.set_user_attr(PROMOTED, True)
-        return self._last, None
+        return self._last_ratio, None
 
     def _contenders(self, choice: Choice) -> tuple[dict[str, Call], str | None]:
         """Contenders to sample with the choice, and the one it must beat; None if the limits allow none yet."""
-        calls = {"default": self._default, "candidate": self._prepared(choice)}
+        calls = {"default": self._default, "candidate": self._build_call(choice)}
         if (incumbent := self._incumbent()) is None:
             return calls, None if self._outside else "default"
-        calls["incumbent"] = self._calls[key(incumbent.params)] = self._prepared(incumbent.params)
+        calls["incumbent"] = self._calls[key(incumbent.params)] = self._build_call(incumbent.params)
         return calls, "incumbent"
 
-    def _confirmed(self, calls: dict[str, Call], holder: str) -> decide.Verdict:
+    def _confirm(self, calls: dict[str, Call], rival: str) -> decide.Verdict:
         """The second stage, on fresh samples; the output is checked again."""
         taken = self._sample(calls, self.settings.confirm)
         self._verify(calls["candidate"])
-        self._last = _relative(taken)
-        return decide.confirm(taken[holder], taken["candidate"])
+        self._last_ratio = _relative(taken)
+        return decide.confirm(taken[rival], taken["candidate"])
 
-    def _quick(self, trial: optuna.Trial, calls: dict[str, Call], holder: str | None) -> dict[str, Array]:
+    def _quick_samples(self, trial: optuna.Trial, calls: dict[str, Call], rival: str | None) -> dict[str, Array]:
         parts: list[dict[str, Array]] = []
         for first in range(0, self.settings.quick, STEP):
             parts.append(self._sample(calls, min(STEP, self.settings.quick - first), seed=first))
             taken = {name: np.concatenate([part[name] for part in parts]) for name in calls}
             trial.report(_relative(taken), taken["candidate"].size)
-            hopeless = holder is not None and decide.hopeless(taken[holder], taken["candidate"])
+            hopeless = rival is not None and decide.hopeless(taken[rival], taken["candidate"])
             if first + STEP < self.settings.quick and (hopeless or trial.should_prune()):
                 raise optuna.TrialPruned
         return taken
@@ -332,12 +337,12 @@ class Search:
     def _sample(self, calls: dict[str, Call], rounds: int, seed: int = 0) -> dict[str, Array]:
         clock, start = self.timer.clock, time.monotonic()
         usual = clock.warm_seconds
-        clock.warm_seconds = usual if start - self._busy > IDLE else 0.0
+        clock.warm_seconds = usual if start - self._last_busy > IDLE_SECONDS else 0.0
         try:
             return self.timer.sample(calls, rounds, self.problem.sets, seed=seed, before=self.ready.before)
         finally:
-            self._busy = time.monotonic()
-            self._round = (self._busy - start - clock.warm_seconds) / rounds
+            self._last_busy = time.monotonic()
+            self._round_seconds = (self._last_busy - start - clock.warm_seconds) / rounds
             clock.warm_seconds = usual
 
     def _finish(self) -> Row:
@@ -345,7 +350,7 @@ class Search:
         choice: Choice | None = None if best is None else dict(best.params)
         calls = {"default": self._default}
         if choice is not None:
-            calls["candidate"] = self._prepared(choice)
+            calls["candidate"] = self._build_call(choice)
         taken = self._sample(calls, self.settings.final)
         verdict = decide.confirm(taken["default"], taken.get("candidate", taken["default"]))
         note = "" if choice is not None else "nothing faster was found"
@@ -406,12 +411,12 @@ def _time(trial: FrozenTrial) -> float:
 
 def _fastest(trials: list[FrozenTrial]) -> dict[str, dict[str, float]]:
     """Time of the fastest trial of each value of each parameter, relative to the default's."""
-    by_case: dict[str, dict[str, float]] = {}
+    by_parameter: dict[str, dict[str, float]] = {}
     for trial in trials:
         for name, chosen in trial.params.items():
-            known = by_case.setdefault(name, {})
-            known[str(chosen)] = min(known.get(str(chosen), math.inf), _time(trial))
-    return by_case
+            times = by_parameter.setdefault(name, {})
+            times[str(chosen)] = min(times.get(str(chosen), math.inf), _time(trial))
+    return by_parameter
 
 
 def _relative(taken: dict[str, Array]) -> float:

@@ -31,15 +31,15 @@ from .storage import open_storage, open_study
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-NEAR = 2  # trials of a case as fast as the winner that are profiled with it
-MOST = 12  # maximum number of profiled cases, those with a winner first
-AGAIN = 5.0  # minimum seconds left to search cases again
-SEARCH = 0.75  # share of the time, if profiles are taken after it
+NEAR_MISSES = 2  # trials of a case as fast as the winner that are profiled with it
+MAX_PROFILED = 12  # maximum number of profiled cases, those with a winner first
+MIN_SECONDS = 5.0  # minimum seconds left to search cases again
+SEARCH_SHARE = 0.75  # share of the time, if profiles are taken after it
 
 
 @dataclass(frozen=True)
 class Session:
-    """A tuning session: problems, machine and settings; `profile`: Nsight Compute may be used."""
+    """A tuning session: problems, machine and settings; ``profile``: use Nsight Compute."""
 
     op: str
     problems: list[Problem]
@@ -59,16 +59,16 @@ class Session:
     def kind(self) -> str:
         return self.op if self.gates == HARDWARE else f"{self.op}_{self.gates}"
 
-    def run(self, begun: float, progress: Progress, keep: Callable[[Tuning], object]) -> Tuning:
+    def run(self, started: float, progress: Progress, keep: Callable[[Tuning], object]) -> Tuning:
         """Search all cases, each with its share of the time since `begun`; `keep` gets the result after each."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         settings = replace(self.settings, measured_profiles=self.profile)
         tuning = Tuning(PREFIX + self.kind, self.machine, self._method())
         timer = Timer(self.device, self.flush_bytes)
-        end = math.inf if settings.seconds is None else begun + settings.seconds
-        searched = begun + SEARCH * (end - begun) if self.profile else end
+        end = math.inf if settings.seconds is None else started + settings.seconds
+        search_end = started + SEARCH_SHARE * (end - started) if self.profile else end
         storage = open_storage(self.storage)
-        near: dict[str, list[Choice]] = {}
+        near_misses: dict[str, list[Choice]] = {}
         studies: dict[str, optuna.Study] = {}
         with Compiler(self.arch) as compiler:
             goals = [min(settings.trials or size, size) for size in self._compile(compiler)]
@@ -86,7 +86,7 @@ class Session:
                         progress.update(task, completed=state.finished, best=best)
                         progress.update(compiling, completed=compiler.progress[0])
 
-                    times = _share(settings, searched - time.monotonic(), len(unfinished) - turn)
+                    times = _share(settings, search_end - time.monotonic(), len(unfinished) - turn)
                     if problem.case not in studies:
                         studies[problem.case] = self._study(storage, problem)
                     search = Search(problem, studies[problem.case], timer, compiler, times, watch)
@@ -96,19 +96,19 @@ class Session:
                         tuning.rows[number] = row
                     else:
                         tuning.rows.append(row)
-                    near[problem.case] = search.near(NEAR)
+                    near_misses[problem.case] = search.near_misses(NEAR_MISSES)
                     keep(tuning)
                     del search
                     release(self.device)
                 # Search again with kernels that were not compiled yet when their case was searched.
                 earlier, measured = measured, sum(row.measured or 0 for row in tuning.rows)
-                if searched - time.monotonic() < AGAIN or measured == earlier:
+                if search_end - time.monotonic() < MIN_SECONDS or measured == earlier:
                     break
                 unfinished = [i for i, goal in enumerate(goals) if _untried(tuning.rows[i], goal)]
             if self.profile:
                 progress.add_task("Nsight Compute", total=None, best="")
                 left = end - time.monotonic()
-                self._profiles(tuning, near, min(left, profile.SECONDS), timer, compiler, studies)
+                self._profiles(tuning, near_misses, min(left, profile.SECONDS), timer, compiler, studies)
         return tuning
 
     def _method(self) -> dict[str, Any]:
@@ -119,17 +119,17 @@ class Session:
 
     def _compile(self, compiler: Compiler) -> list[int]:
         """Start compiling all kernels; returns the number of valid choices of each case."""
-        compiler.ahead(kernel for problem in self.problems for kernel in problem.kernels(problem.default))
+        compiler.start(kernel for problem in self.problems for kernel in problem.kernels(problem.default))
         sizes = []
         for problem in self.problems:
             valid = [choice for choice in problem.space if not problem.invalid(choice)]
             random.Random(0).shuffle(valid)  # so that the first compiled ones are spread over the space
-            compiler.ahead(kernel for choice in valid for kernel in problem.kernels(choice))
+            compiler.start(kernel for choice in valid for kernel in problem.kernels(choice))
             sizes.append(len(valid))
         return sizes
 
     def _study(self, storage: optuna.storages.BaseStorage, problem: Problem) -> optuna.Study:
-        """The study of a case; a new one begins with the top of the nearest entry of the tuned table."""
+        """Study of a case; a new one starts with the top choices of the nearest entry of the tuned table."""
         name = f"{self.kind}/{problem.case}/{self.backend}/{self.machine['slug']}"
         study = open_study(storage, name, self.resume, self.seed)
         known = nearest(self.op, self.machine["slug"], problem.shape)
@@ -141,19 +141,19 @@ class Session:
     def _profiles(
         self,
         tuning: Tuning,
-        near: dict[str, list[Choice]],
+        near_misses: dict[str, list[Choice]],
         seconds: float,
         timer: Timer,
         compiler: Compiler,
         studies: dict[str, optuna.Study],
     ) -> None:
-        """Profile winners, defaults and near misses; a near miss with better metrics may still win by 100 samples."""
+        """Profile winners, defaults and near misses; a near miss with better metrics gets a second stage."""
         own = {row.case: [row.default_choice, *([row.choice] if row.choice else [])] for row in tuning.rows}
-        unique = {case: {key(choice): choice for choice in [*own[case], *near[case]]} for case in own}
+        unique = {case: {key(choice): choice for choice in [*own[case], *near_misses[case]]} for case in own}
         wanted = [(case, list(choices.values())) for case, choices in unique.items()]
         won = {row.case for row in tuning.rows if row.choice is not None}
         wanted = [(case, choices) for case, choices in wanted if len(choices) > 1]
-        wanted = sorted(wanted, key=lambda each: each[0] not in won)[:MOST]
+        wanted = sorted(wanted, key=lambda each: each[0] not in won)[:MAX_PROFILED]
         if not wanted:
             return
         try:
@@ -166,8 +166,8 @@ class Session:
         for number, row in enumerate(tuning.rows):
             if (row.case, key(row.default_choice)) not in measured:
                 continue
-            holder = measured[row.case, key(row.choice or row.default_choice)]
-            better = [c for c in near[row.case] if decide.better_metrics(measured[row.case, key(c)], holder)]
+            rival = measured[row.case, key(row.choice or row.default_choice)]
+            better = [c for c in near_misses[row.case] if decide.better_metrics(measured[row.case, key(c)], rival)]
             if better:
                 settings = replace(self.settings, measured_profiles=True)
                 search = Search(known[row.case], studies[row.case], timer, compiler, settings)
@@ -179,7 +179,7 @@ class Session:
             row.metrics["default"] = measured[row.case, key(row.default_choice)]
             if row.choice is not None:
                 row.metrics["tuned"] = measured[row.case, key(row.choice)]
-            profiled = f"{len(near[row.case])} no slower were profiled, {len(better)} with better metrics"
+            profiled = f"{len(near_misses[row.case])} no slower were profiled, {len(better)} with better metrics"
             row.note = "; ".join(part for part in (row.note, profiled) if part)
 
 
@@ -192,5 +192,5 @@ def _share(settings: Settings, left: float, cases: int) -> Settings:
 
 
 def _untried(row: Row, goal: int) -> bool:
-    """True if fewer than ``goal`` configurations were measured, and there are more within the limits."""
+    """True if fewer than ``goal`` configurations were measured and more are within the limits."""
     return (row.measured or 0) < min(goal, row.valid or 0)

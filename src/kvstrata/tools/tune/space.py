@@ -1,4 +1,4 @@
-"""Search spaces: named parameters with a few values each, some of which depend on others.
+"""Search spaces: named parameters with a few values each, some conditional on others.
 
 Spaces are plain data, declared next to their kernels (`store/space.py`, `attention/decode/space.py`).
 """
@@ -46,14 +46,14 @@ class Space:
     def suggest(self, trial: optuna.Trial) -> Choice:
         choice: Choice = {}
         for name, values in self.choices.items():
-            if self.matters(name, choice):
+            if self.applies(name, choice):
                 choice[name] = trial.suggest_categorical(name, values)
         return choice
 
     def has(self, choice: Choice) -> bool:
         return any(choice == other for other in self)
 
-    def matters(self, name: str, choice: Choice) -> bool:
+    def applies(self, name: str, choice: Choice) -> bool:
         """True if a parameter applies, given the values chosen so far."""
         other, values = self.when.get(name, (None, ()))
         return other is None or choice.get(other) in values
@@ -61,7 +61,7 @@ class Space:
     def _from(self, choice: Choice, names: list[str]) -> Iterator[Choice]:
         if not names:
             yield choice
-        elif self.matters(names[0], choice):
+        elif self.applies(names[0], choice):
             for value in self.choices[names[0]]:
                 yield from self._from({**choice, names[0]: value}, names[1:])
         else:

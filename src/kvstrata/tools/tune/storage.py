@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 OWNER = "owner"
 STALE = datetime.timedelta(minutes=10)  # age of an abandoned trial on another host; a trial takes seconds
-BLOCK = 1 << 16
+READ_BYTES = 1 << 16
 
 
 class Lock:
@@ -34,18 +34,18 @@ class Lock:
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(self.handle, fcntl.LOCK_EX)
         if self.journal.exists():
-            _cut_half_line(self.journal)
+            _drop_partial_line(self.journal)
         return True
 
     def release(self) -> None:
         os.close(self.handle)
 
 
-def _cut_half_line(path: Path) -> None:
+def _drop_partial_line(path: Path) -> None:
     with path.open("rb+") as file:
         end = position = file.seek(0, os.SEEK_END)
         while position > 0:
-            start = max(position - BLOCK, 0)
+            start = max(position - READ_BYTES, 0)
             file.seek(start)
             if (newline := file.read(position - start).rfind(b"\n")) >= 0:
                 position = start + newline + 1
@@ -56,7 +56,7 @@ def _cut_half_line(path: Path) -> None:
 
 
 def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
-    """A storage from a URL such as sqlite:///tune.db, or from the path of a journal file."""
+    """Storage at a URL such as sqlite:///tune.db, or in a journal file."""
     if "://" in str(where):
         try:
             return RDBStorage(str(where))
@@ -69,8 +69,8 @@ def open_storage(where: str | Path) -> optuna.storages.BaseStorage:
 
 def open_study(storage: optuna.storages.BaseStorage, name: str, resume: bool, seed: int | None = None) -> optuna.Study:
     """A new study with that name; with `resume` the newest existing one, which another process may be working on."""
-    there = [summary.study_name for summary in optuna.get_all_study_summaries(storage, include_best_trial=False)]
-    numbers = [int(n.rpartition("#")[2]) for n in there if n.rpartition("#")[0] == name]
+    names = [summary.study_name for summary in optuna.get_all_study_summaries(storage, include_best_trial=False)]
+    numbers = [int(n.rpartition("#")[2]) for n in names if n.rpartition("#")[0] == name]
     number = max(numbers, default=0 if not resume else 1) + (0 if resume else 1)
     return optuna.create_study(
         storage=storage,
@@ -86,15 +86,15 @@ def owner() -> str:
     return f"{hashlib.sha256(platform.node().encode()).hexdigest()[:12]}:{os.getpid()}"
 
 
-def _alone(trial: FrozenTrial) -> bool:
+def _is_abandoned(trial: FrozenTrial) -> bool:
     """True if the owner of a running trial is gone."""
     host, _, pid = str(trial.user_attrs.get(OWNER, "")).rpartition(":")
     if host and host == owner().rpartition(":")[0]:
-        return not _alive(int(pid))
+        return not _process_exists(int(pid))
     return trial.datetime_start is not None and datetime.datetime.now() - trial.datetime_start > STALE
 
 
-def _alive(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -104,15 +104,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def put_back(study: optuna.Study) -> int:
+def requeue_abandoned(study: optuna.Study) -> int:
     """Requeue the trials of dead processes; returns their number."""
     count = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if not _alone(trial):
+        if not _is_abandoned(trial):
             continue
         try:
             study.tell(trial.number, state=TrialState.FAIL)
-        except (ValueError, RuntimeError):  # another process was faster
+        except (ValueError, RuntimeError):  # another process has done so
             continue
         if trial.params:
             study.enqueue_trial(trial.params)

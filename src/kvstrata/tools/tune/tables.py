@@ -19,12 +19,12 @@ def entries(tuning: Tuning) -> list[tuned.Entry]:
 def save(op: str, tuning: Tuning, arch: str, folder: Path) -> Path:
     """Write the winners to `<folder>/<gpu>.json`; entries of other ops and cases stay."""
     path = folder / f"{tuning.machine['slug']}.json"
-    there = tuned.read(path) if path.exists() else {}
+    tables = tuned.read(path) if path.exists() else {}
     fresh = entries(tuning)
-    kept = [entry for entry in there.get(op, []) if entry["case"] not in {e["case"] for e in fresh}]
-    there[op] = sorted([*kept, *fresh], key=lambda entry: entry["case"])
+    kept = [entry for entry in tables.get(op, []) if entry["case"] not in {e["case"] for e in fresh}]
+    tables[op] = sorted([*kept, *fresh], key=lambda entry: entry["case"])
     ops = []
-    for name, op_entries in sorted(there.items()):
+    for name, op_entries in sorted(tables.items()):
         ops.append(f'  "{name}": [\n   ' + ",\n   ".join(json.dumps(entry) for entry in op_entries) + "\n  ]")
     head = {"schema": tuned.SCHEMA, "gpu": tuning.machine["name"], "arch": arch}
     text = ",\n".join(

@@ -19,7 +19,7 @@ from .tables import arch_of
 
 @dataclass
 class Warmed:
-    """Kernels that were compiled or already cached, and those that failed."""
+    """Number of kernels that were compiled or already cached, and errors of those that failed."""
 
     arch: str
     tables: list[str]
@@ -36,7 +36,7 @@ def tables_for(arch: str, gpu: str | None) -> list[str]:
 
 
 def kernels(ops: Iterable[str], arch: str, gpus: Iterable[str]) -> list[Needs]:
-    """Every kernel of the top configurations of each entry and of the defaults, each once."""
+    """Kernels of the top configurations of each table entry and of the defaults, without duplicates."""
     unique: dict[tuple[str, str], Needs] = {}
     for op in ops:
         known = {problem.case: problem for problem in problems.find(op, arch, torch.device("cpu"), "cuda")}
@@ -86,7 +86,7 @@ def cache_kernels(sizes: CacheSizes, arch: str, gpus: Iterable[str]) -> list[Nee
     shared, named = multiprocessor(arch).shared, []
     for gpu in [*gpus] or ["unknown"]:
         named += kernels_needed(cache, sizes.heads, 1, arch=arch, gpu=gpu, shared=shared)
-    return [Needs(*one, threads=0) for one in dict.fromkeys(named)]
+    return [Needs(*kernel, threads=0) for kernel in dict.fromkeys(named)]
 
 
 def packed_kernels(
@@ -100,14 +100,14 @@ def packed_kernels(
     for balanced in (False, True):
         for slot_dtype in (torch.int32, torch.int64):
             named += kernels_needed(fmt, heads, kv_heads, dtype, balanced=balanced, slot_dtype=slot_dtype, arch=arch)
-    return [Needs(*one, threads=0) for one in dict.fromkeys(named)]
+    return [Needs(*kernel, threads=0) for kernel in dict.fromkeys(named)]
 
 
 def compile_all(wanted: list[Needs], jobs: int | None, result: Warmed) -> Iterator[Needs]:
     """Compile in `jobs` processes (None: one per core); yields a kernel when it is done."""
     jobs = min(os.cpu_count() or 1, len(wanted)) if jobs is None else jobs
     with Compiler(result.arch, jobs) as compiler:
-        compiler.ahead(wanted)
+        compiler.start(wanted)
         for kernel in wanted:
             try:
                 compiler.usage(kernel)

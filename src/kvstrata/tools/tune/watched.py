@@ -17,7 +17,7 @@ from kvstrata.tools.bench.probes import EMPTY
 
 from . import problems
 
-WARM = 2  # calls before the profiled one
+WARMUP_CALLS = 2  # calls before the profiled one
 
 
 def main(op: str, file: str) -> None:
@@ -29,7 +29,7 @@ def main(op: str, file: str) -> None:
         ready = known[case].build(device)
         for choice in choices:
             call = ready.call(choice)
-            for _ in range(WARM):
+            for _ in range(WARMUP_CALLS):
                 call(0)
             ready.poison(0)
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The forward attention that the note on V3 starts from: prefill_v2.cu."""
+"""Launcher of prefill_v2.cu, the forward attention kernel that the prefill work started from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry(dtype: torch.dtype) -> str:
 
 
 def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, causal: bool) -> jit.Launch:
-    """Make the launch: tensors ``[B, H, S, 64]``, contiguous, with equal heads; the scale is ``64 ** -0.5``."""
+    """Launch for contiguous tensors ``[B, H, S, 64]`` with equal heads; the scale is ``64 ** -0.5``."""
     for x in (q, k, v, out):
         if x.shape[3] != 64 or not x.is_contiguous() or x.shape[:2] != q.shape[:2]:
             raise ValueError(f"expected contiguous [{q.shape[0]}, {q.shape[1]}, tokens, 64], got {tuple(x.shape)}")

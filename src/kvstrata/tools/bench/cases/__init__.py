@@ -18,12 +18,12 @@ def names() -> list[str]:
 
 
 def find(op: str) -> ModuleType:
-    """The module of an op; LookupError lists what there is."""
+    """Benchmark module of an op; LookupError lists the ops."""
     if op not in names():
         raise LookupError(f"no benchmark named {op!r}; there are: {', '.join(names()) or 'none yet'}")
     return importlib.import_module(f"{__name__}.{op}")
 
 
 def by_name(op: str, device: Any) -> dict[str, Any]:
-    """Every `Case` of an op on a device, the quick ones first."""
+    """All cases of an op on a device by name, the quick ones first."""
     return {case.name: case for quick in (True, False) for case in find(op).cases(device, quick)}

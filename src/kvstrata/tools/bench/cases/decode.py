@@ -25,11 +25,11 @@ from kvstrata.attention.decode import op
 from kvstrata.attention.decode.job import Job, Result
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Absent, Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import assert_close, read, sdpa
+from kvstrata.tools.bench.attention import assert_close, fill_l2, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # requests compared with the reference
-WINDOW = 64  # plain tokens in a tiered cache
+RECENT = 64  # plain tokens in a tiered cache
 PEER_PAGE = 16  # tokens of FlashInfer's pages
 NARROW, WIDE = ("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V4", "K2V2")
 EIGHT = ("K8V8", "K8V4")  # default tiers of a TieredCache at a budget of 0.5
@@ -58,11 +58,11 @@ class Shape:
 
 
 def shares(budget: float, formats: Sequence[Format]) -> tuple[float, ...]:
-    """Shares of the older tokens in two or three tiers, such that a token takes ``budget`` of its 16-bit bytes."""
+    """Shares of the older tokens in two or three tiers for which they take ``budget`` of their 16-bit bytes."""
     most, *between, least = (f.bytes_per_token for f in formats)
-    wanted = min(max(budget * 4 * formats[0].head_dim, least), most)
-    second = [0.4 * min(1.0, (most - wanted) / (most - x), (wanted - least) / (x - least)) for x in between]
-    left = wanted - sum(share * x for share, x in zip(second, between, strict=True))
+    target = min(max(budget * 4 * formats[0].head_dim, least), most)
+    second = [0.4 * min(1.0, (most - target) / (most - x), (target - least) / (x - least)) for x in between]
+    left = target - sum(share * x for share, x in zip(second, between, strict=True))
     first = (left - (1 - sum(second)) * least) / (most - least)
     return (first, *second, 1 - sum(second) - first)
 
@@ -70,7 +70,7 @@ def shares(budget: float, formats: Sequence[Format]) -> tuple[float, ...]:
 def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tensor:
     """Tokens of every tier, equal for all heads; plain only, or recent ones in plain and the rest in tiers."""
     counts = torch.zeros(shape.requests, shape.kv_heads, 1 + len(tiers), dtype=torch.int64)
-    old = shape.tokens - WINDOW if tiers else 0
+    old = shape.tokens - RECENT if tiers else 0
     if tiers and budget > WIDEST:  # some old ones in plain as well
         [lossy] = (f.bytes_per_token / (4 * shape.head_dim) for f in formats_of(shape, tiers)[1:])
         old = min(old, round((1 - budget) / (1 - lossy) * shape.tokens))
@@ -85,7 +85,7 @@ def counts_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> torch.Tens
 
 
 def mixed(tiers: tuple[str, ...], budget: float) -> bool:
-    """True if old tokens are in several formats."""
+    """True if older tokens are in several formats."""
     return len(tiers) > 1 or (len(tiers) == 1 and budget > WIDEST)
 
 
@@ -98,7 +98,7 @@ def bytes_of(shape: Shape, tiers: tuple[str, ...], budget: float) -> int:
     return sum(n * f.bytes_per_token for n, f in zip(counts, formats_of(shape, tiers), strict=True))
 
 
-def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.device, seed: int) -> Job:
+def make_job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.device, seed: int) -> Job:
     counts = counts_of(shape, tiers, budget)
     buckets = synthetic.layer(formats_of(shape, tiers), counts, torch.bfloat16, device, seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -108,7 +108,7 @@ def _job(shape: Shape, tiers: tuple[str, ...], budget: float, device: torch.devi
     return Job(q, buckets, None, rows, shape.kv_heads, shape.tokens, scale, None, None, None, False, False)
 
 
-class Rows:
+class DenseRows:
     """K and V in bfloat16 for the peers, and their expected outputs for the first requests."""
 
     def __init__(self, shape: Shape, q: torch.Tensor) -> None:
@@ -126,13 +126,13 @@ class Rows:
         return [x.to(dtype).contiguous() for x in by_page]
 
 
-def _sdpa(rows: Rows, backend: SDPBackend) -> Call:
+def sdpa_peer(rows: DenseRows, backend: SDPBackend) -> Call:
     return sdpa(backend, lambda i: (rows.q, rows.k, rows.v))
 
 
 @peer("decode", "cudnn")
-def cudnn(rows: Rows) -> Call:
-    return _sdpa(rows, SDPBackend.CUDNN_ATTENTION)
+def cudnn(rows: DenseRows) -> Call:
+    return sdpa_peer(rows, SDPBackend.CUDNN_ATTENTION)
 
 
 def _flashinfer(rows: Any, dtype: torch.dtype) -> Call:
@@ -163,18 +163,18 @@ for op_name in ("decode", "packed ragged"):
     peer(op_name, "flashinfer fp8")(partial(_flashinfer, dtype=torch.float8_e4m3fn))
 
 
-def _close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:
+def assert_first_close(out: torch.Tensor, expected: torch.Tensor, limit: float = 1e-2) -> None:
     assert_close(out[:CHECKED], expected, limit)
     assert not bool(out.isnan().any()), "an output is NaN"
 
 
 def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device: torch.device) -> Bench:
-    jobs = [_job(shape, tiers, budget, device, seed) for seed in range(sets)]
+    jobs = [make_job(shape, tiers, budget, device, seed) for seed in range(sets)]
     # Each list of formats is one more kernel to compile, and synthetic pages have positions of two bytes.
     mass = mixed(tiers, budget) and shape.usual and shape.q_len == 1 and shape.tokens <= 1 << 15
     with_mass = [job._replace(return_mass=mass) for job in jobs]
     checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in with_mass]
-    wanted = [op.run(job, "reference") for job in checked]
+    expected_results = [op.run(job, "reference") for job in checked]
     contenders: dict[str, Call] = {}
     if device.type == "cuda":
         from kvstrata.attention.decode.cuda import WorkPlan
@@ -194,17 +194,17 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
     else:
         contenders = {"kvstrata": lambda i: op.run(jobs[i], "reference")}
     ours = contenders.keys() & set(OURS)
-    rows = Rows(shape, jobs[0].q)
-    contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
+    rows = DenseRows(shape, jobs[0].q)
+    contenders["flash"] = sdpa_peer(rows, SDPBackend.FLASH_ATTENTION)
 
     def check(name: str, i: int, result: torch.Tensor | Result) -> None:
         if isinstance(result, torch.Tensor):
-            _close(result, rows.expected, 0.1 if "fp8" in name else 1e-2)
+            assert_first_close(result, rows.expected, 0.1 if "fp8" in name else 1e-2)
             return
         out, _, weights = result
-        _close(out, wanted[i][0].float())
-        if weights is not None and (expected := wanted[i][2]) is not None:
-            _close(weights, expected, 2e-2)
+        assert_first_close(out, expected_results[i][0].float())
+        if weights is not None and (expected := expected_results[i][2]) is not None:
+            assert_first_close(weights, expected, 2e-2)
 
     bench = Bench(
         contenders=contenders,
@@ -214,7 +214,7 @@ def build(shape: Shape, tiers: tuple[str, ...], budget: float, sets: int, device
         baseline="flash",
         variants=ours - {"kvstrata"},
         host={name: contenders[name] for name in OURS if name in ours},
-        before=read(device),
+        before=fill_l2(device),
     )
     attach(bench, "decode", rows)
     return bench
@@ -227,17 +227,17 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
         shapes, widths = [Shape(1, 1024, 8, 2, 64)], [("K4V4",)]
     else:
         shapes = [Shape(32, 16384), Shape(8, 65536), Shape(32, 1024), Shape(1, 16384)][: 1 if quick else 4]
-    wanted = [(shape, tiers, MEAN) for shape in shapes for tiers in widths]
+    chosen = [(shape, tiers, MEAN) for shape in shapes for tiers in widths]
     if cuda and not quick:
         for n in (1024, 2048, 4096, 8192, 16384):
-            wanted += [(Shape(32, n), NARROW, 0.2), *((Shape(32, n), WIDE, budget) for budget in (0.3, 0.4))]
-            wanted.append((Shape(32, n), EIGHT, 0.5))
-            wanted += [(Shape(32, n), ("K8V8",), 0.0), (Shape(32, n), ("K8V8",), 0.75), (Shape(32, n), (), 1.0)]
+            chosen += [(Shape(32, n), NARROW, 0.2), *((Shape(32, n), WIDE, budget) for budget in (0.3, 0.4))]
+            chosen.append((Shape(32, n), EIGHT, 0.5))
+            chosen += [(Shape(32, n), ("K8V8",), 0.0), (Shape(32, n), ("K8V8",), 0.75), (Shape(32, n), (), 1.0)]
         others = [Shape(8, 16384, 32, 32), Shape(32, 16384, 64, 8), Shape(64, 16384, 32, 1)]
         others += [Shape(32, 16384, 32, 8, 64), Shape(32, 16384, q_len=4)]
-        wanted += [(shape, NARROW, MEAN if shape.head_dim == 128 else 0.22) for shape in others]
+        chosen += [(shape, NARROW, MEAN if shape.head_dim == 128 else 0.22) for shape in others]
     by_name: dict[str, Case] = {}
-    for shape, tiers, budget in wanted:
+    for shape, tiers, budget in chosen:
         kind = f"mixed{budget:g}" if mixed(tiers, budget) else "".join(tiers) or "16bit"
         name = f"{kind}-{shape.name}"
         moved = bytes_of(shape, tiers, budget)

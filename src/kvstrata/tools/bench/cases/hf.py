@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Weights, and K and V of the prompts, which a step without compression reads."""
+        """Bytes read by a step without compression: weights, and K and V of the prompts."""
         return self.number_bytes * self.model.weights + self.rows * self.tokens * self.row_bytes
 
     @property
@@ -102,7 +102,7 @@ TOY_SHAPE = Shape(2, 100, model=TOY)
 
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
-    """Cases of the benchmark: a small model on a CPU, and a toy for the quick one."""
+    """Cases of the benchmark; on a CPU a small model, or a toy with ``quick``."""
     if device.type != "cuda":
         return [case_of(shape) for shape in ([TOY_SHAPE] if quick else CPU_SHAPES)]
     return [case_of(shape) for shape in (SHAPES[:2] if quick else SHAPES)]
@@ -145,7 +145,7 @@ class Measured:
     first: float
     cache: int
     tokens: list[list[int]]
-    how: str = ""
+    decoding: str = ""
     peak: int = 0
 
 
@@ -177,7 +177,7 @@ def cache_of(name: str, model: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
 
 
 @dataclass
-class Clock:
+class TokenClock:
     """Stopping criterion that records the time of every token, and ends after some seconds of steps."""
 
     seconds: float | None = None
@@ -191,8 +191,8 @@ class Clock:
         return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(model: Any, ids: torch.Tensor, new: int, clock: Clock, options: dict[str, Any]) -> tuple[float, Any]:
-    """Seconds to the first token, and what `generate` returns."""
+def _generate(model: Any, ids: torch.Tensor, new: int, clock: TokenClock, options: dict[str, Any]) -> tuple[float, Any]:
+    """Seconds to the first token, and the output of `generate`."""
     from transformers import StoppingCriteriaList
 
     begin = time.perf_counter()
@@ -209,14 +209,14 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     if name != PEER and ids.numel() <= WARMED:
         while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
             gc.collect()  # free the previous cache
-            firsts.append(_generate(model, ids, 1, Clock(), cache_of(name, model, tokens)[1])[0])
+            firsts.append(_generate(model, ids, 1, TokenClock(), cache_of(name, model, tokens)[1])[0])
     cache, options = cache_of(name, model, tokens)
     release(device)
     before = 0
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    clock = Clock(EAGER_SECONDS if name in (BASELINE, QUANTIZED) else None)
+    clock = TokenClock(EAGER_SECONDS if name in (BASELINE, QUANTIZED) else None)
     gc.freeze()  # do not scan objects of earlier contenders while a step is timed
     try:
         first, out = _generate(model, ids, new + WARM + 1, clock, options)
@@ -230,15 +230,15 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
             torch._dynamo.reset()
     times = clock.times
     steps = [1e6 * (b - a) for a, b in zip(times[WARM:], times[WARM + 1 :], strict=False)]
-    how = ""
+    decoding = ""
     if cache is not None:
-        how, memory = cache.decoding, cache.memory()
+        decoding, memory = cache.decoding, cache.memory()
         held = memory.total + memory.scratch
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
         if name != PACKED:
             assert cache.tiered.length(0) == ids.shape[1] + len(times) - 1, "tokens are missing"
     first = statistics.median(firsts[1:]) if len(firsts) > 1 else first
-    return Measured(steps, first, held, out.sequences[:, ids.shape[1] :].tolist(), how, peak)
+    return Measured(steps, first, held, out.sequences[:, ids.shape[1] :].tolist(), decoding, peak)
 
 
 @contextmanager
@@ -263,11 +263,11 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def jobs_of(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
-    """Shapes and contenders in order: model by model, those that compile after the others of a model."""
+def contenders_in_order(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
+    """Pairs of shape and contender in run order: model by model, the compiling contender of each model last."""
     quantizes = _quantizer() is not None
-    there = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
-    jobs = [(shape, name) for shape in shapes for name in there if name not in shape.without]
+    available = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
+    jobs = [(shape, name) for shape in shapes for name in available if name not in shape.without]
     families = list(dict.fromkeys(shape.family for shape in shapes))
     return sorted(jobs, key=lambda job: (families.index(job[0].family), job[1] == PEER))
 
@@ -281,7 +281,7 @@ def run(
     revision: str | None = None,
     after_case: Callable[[Report], object] = lambda report: None,
 ) -> Report:
-    """Measure one contender after the other; ``after_case`` sees the report after each."""
+    """Measure one contender after the other; ``after_case`` gets the report after each."""
     steps = STEPS // 3 if quick else STEPS
     method = {"quick": quick, "only": only, "steps": steps, "how": "generate, one by one"}
     report = new_report("hf", Timer(device), method, revision)
@@ -292,7 +292,7 @@ def run(
         measured: dict[str, Any] = {name: {} for name in ("first_s", "cache_bytes", "peak_bytes", "how", "left_out")}
         results[case.name] = CaseResult(case.name, case.params | measured, case.bytes, 0, 1, True)
         report.cases.append(results[case.name])
-    for shape, name in jobs_of([shape_of(case) for case in chosen], device.type == "cuda"):
+    for shape, name in contenders_in_order([shape_of(case) for case in chosen], device.type == "cuda"):
         result, begin = results[shape.name], time.perf_counter()
         if begin - start > PATIENCE[device.type] * (TOTAL - COMPILING * (name == PEER)):
             result.params["left_out"][name] = f"{begin - start:.0f} s had passed"
@@ -300,17 +300,17 @@ def run(
         if loaded != shape.family:
             model, loaded = None, shape.family
             model = load(shape, device)
-        row = contend(name, model, shape, device, quick, result, first_tokens)
+        row = run_contender(name, model, shape, device, quick, result, first_tokens)
         result.rows.append(row)
-        how = row.error or result.params["how"][name]
+        decoding = row.error or result.params["how"][name]
         took, now = (time.perf_counter() - x for x in (begin, start))
-        print(f"{shape.name} {name}: {how} {took:.0f} s, {now:.0f} s in all", file=sys.stderr, flush=True)
+        print(f"{shape.name} {name}: {decoding} {took:.0f} s, {now:.0f} s in all", file=sys.stderr, flush=True)
         compare(result)
         after_case(report)
     return report
 
 
-def contend(
+def run_contender(
     name: str,
     model: Any,
     shape: Shape,
@@ -327,16 +327,21 @@ def contend(
     release(device)
     try:
         with limited(PATIENCE[device.type] * LIMIT):
-            told = measure(name, model, shape, ids, new)
-        known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in told.tokens])
-        same = sum(a == tokens[0] for a, tokens in zip(known, told.tokens, strict=True))
+            measured = measure(name, model, shape, ids, new)
+        known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in measured.tokens])
+        same = sum(a == tokens[0] for a, tokens in zip(known, measured.tokens, strict=True))
         # All compute the prompt at 16 bit; rounding may change a token in some row at most.
         assert 2 * same >= len(known), f"{same} of {len(known)} first tokens are as before"
     except (AssertionError, ImportError, RuntimeError, TimeoutError) as error:
         row.correct, row.error = False, " ".join(str(error).split())[:300]
     else:
-        row.us, row.samples = stats.summary(told.samples), told.samples
-        kept = {"first_s": told.first, "cache_bytes": told.cache, "peak_bytes": told.peak, "how": told.how}
+        row.us, row.samples = stats.summary(measured.samples), measured.samples
+        kept = {
+            "first_s": measured.first,
+            "cache_bytes": measured.cache,
+            "peak_bytes": measured.peak,
+            "how": measured.decoding,
+        }
         for key, value in kept.items():
             result.params[key][name] = value
     return row

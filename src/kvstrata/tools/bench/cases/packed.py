@@ -21,8 +21,8 @@ from kvstrata import jit
 from kvstrata.attention.packed_warmup import kernels_needed
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, runner, sets_for
-from kvstrata.tools.bench.attention import assert_close, read
-from kvstrata.tools.bench.cases.decode import CHECKED, PEER_PAGE, Rows, _close, _sdpa
+from kvstrata.tools.bench.attention import assert_close, fill_l2
+from kvstrata.tools.bench.cases.decode import CHECKED, PEER_PAGE, DenseRows, assert_first_close, sdpa_peer
 from kvstrata.tools.bench.cases.decode import Shape as DecodeShape
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.packed_chunks import chunk_case
@@ -101,7 +101,7 @@ def build(name: str, shape: DecodeShape, ragged: bool, sets: int, device: torch.
     fmt = Format.parse(name, shape.head_dim)
     lengths = ragged_lengths(shape.requests) if ragged else [shape.tokens] * shape.requests
     inputs = [Inputs(fmt, shape, lengths, device, seed) for seed in range(sets)]
-    wanted = [one.decode("reference", CHECKED).float() for one in inputs]
+    expected = [each.decode("reference", CHECKED).float() for each in inputs]
     contenders: dict[str, Call] = {"kvstrata": lambda i: inputs[i].decode()}
     rows: Any
     if ragged:
@@ -109,16 +109,16 @@ def build(name: str, shape: DecodeShape, ragged: bool, sets: int, device: torch.
         baseline = "triton" if device.type == "cuda" else "reference"
         contenders[baseline] = lambda i: inputs[i].decode(baseline)
     else:
-        rows = Rows(shape, inputs[0].q.view(shape.requests, shape.q_len, shape.heads, shape.head_dim))
-        contenders["flash"] = _sdpa(rows, SDPBackend.FLASH_ATTENTION)
+        rows = DenseRows(shape, inputs[0].q.view(shape.requests, shape.q_len, shape.heads, shape.head_dim))
+        contenders["flash"] = sdpa_peer(rows, SDPBackend.FLASH_ATTENTION)
         baseline = "flash"
 
     def check(contender: str, i: int, out: torch.Tensor) -> None:
         if contender in ("kvstrata", "triton", "reference"):
-            assert_close(out[: CHECKED * shape.q_len], wanted[i], 1e-2)
+            assert_close(out[: CHECKED * shape.q_len], expected[i], 1e-2)
             assert not bool(out.isnan().any()), "an output is NaN"
         else:
-            _close(out, rows.expected, 0.1 if "fp8" in contender else 1e-2)
+            assert_first_close(out, rows.expected, 0.1 if "fp8" in contender else 1e-2)
 
     bench = Bench(
         contenders=contenders,
@@ -128,7 +128,7 @@ def build(name: str, shape: DecodeShape, ragged: bool, sets: int, device: torch.
         baseline=baseline,
         variants={"triton", "reference"} & contenders.keys(),
         host={"kvstrata": contenders["kvstrata"]},
-        before=read(device),
+        before=fill_l2(device),
     )
     attach(bench, "packed ragged" if ragged else "decode", rows)
     if ragged and "flashinfer" in contenders:
@@ -142,8 +142,8 @@ def compile_ahead(device: torch.device) -> None:
     if device.type == "cuda":
         arch = jit.arch_of(device)
         kinds = [(Format.parse(name, 128), 4 if name == "K4V4" else 1) for name in FORMATS]
-        wanted = [kernels_needed(fmt, 32, 8, torch.bfloat16, q_len=q_len, arch=arch) for fmt, q_len in kinds]
-        jit.load_ahead([kernel for kernels in wanted for kernel in kernels], device)
+        needed = [kernels_needed(fmt, 32, 8, torch.bfloat16, q_len=q_len, arch=arch) for fmt, q_len in kinds]
+        jit.load_ahead([kernel for kernels in needed for kernel in kernels], device)
 
 
 def _decode_case(name: str, shape: DecodeShape, ragged: bool, device: torch.device) -> Case:

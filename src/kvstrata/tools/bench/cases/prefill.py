@@ -1,10 +1,10 @@
-"""The prefill benchmark: dense attention of whole prompts, and a chunk of new tokens over a cache in 4 bit.
+"""The prefill benchmark: dense attention of whole prompts, and a chunk of new tokens over a 4-bit cache.
 
-Operations are the two products, of a causal one the half that is seen. Calls are captured and replayed; before each
-sample the cache of the device is filled by reading. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets
-transposed views of them. Ours are ``kvstrata`` (auto) and the backends that auto did not take. Cases ``ideas-*`` hold
-prefill.cu against the kernel that the work began with, ``v2``, which has copies with heads first, the only memory it
-takes: with one tile for all, without overlapped copies, and with two KV warps.
+Operations are the two products; of a causal one only the visible half counts. Calls are captured and replayed; L2 is
+filled by reading before each sample. Tensors are contiguous ``[batch, seq, heads, dim]``; SDPA gets transposed views.
+Ours are ``kvstrata`` (auto) and the backends that auto did not choose. ``ideas-*`` cases compare variants of prefill.cu
+(one tile for all shapes, without overlapped copies, with two KV warps) with ``v2``, the kernel that the work started
+from, which gets copies of its inputs with heads first, the only layout that it supports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstrata.attention.prefill_cached import op as cached
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout import Format
 from kvstrata.tools.bench import Bench, Case, attach, peer, sets_for, synthetic
-from kvstrata.tools.bench.attention import absent, assert_close, chunk_bench, chunk_cost, read, sdpa
+from kvstrata.tools.bench.attention import absent, assert_close, chunk_bench, chunk_cost, fill_l2, sdpa
 from kvstrata.tools.bench.clock import Call
 
 CHECKED = 2  # heads of the first sequence compared with float32
@@ -59,7 +59,7 @@ class Shape:
         return self.batch * rows * self.length * self.dim * 2
 
 
-def _job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
+def make_job(shape: Shape, device: torch.device, seed: int) -> PrefillJob:
     generator = torch.Generator(device).manual_seed(seed)
 
     def rows(heads: int) -> torch.Tensor:
@@ -133,8 +133,8 @@ def _v2(jobs: list[PrefillJob]) -> Call:
     return call
 
 
-def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, baseline: str) -> Bench:
-    wanted = [_expected(job) for job in jobs]
+def make_bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, baseline: str) -> Bench:
+    expected = [_expected(job) for job in jobs]
     written: dict[tuple[str, int], torch.Tensor] = {}  # a replay writes to the memory of its capture
 
     def poison(name: str, i: int) -> None:
@@ -144,19 +144,19 @@ def _bench(jobs: list[PrefillJob], contenders: dict[str, Call], ours: str, basel
     def check(name: str, i: int, out: torch.Tensor) -> None:
         written[name, i] = out
         assert out.shape == jobs[i].q.shape
-        assert_close(out[:1, :, :CHECKED], wanted[i], 5e-3)
+        assert_close(out[:1, :, :CHECKED], expected[i], 5e-3)
         assert not bool(out.isnan().any()), "an output is NaN"
 
-    before = read(jobs[0].q.device)
+    before = fill_l2(jobs[0].q.device)
     return Bench(contenders=contenders, poison=poison, check=check, ours=ours, baseline=baseline, before=before)
 
 
 def build(shape: Shape, sets: int, device: torch.device) -> Bench:
-    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    jobs = [make_job(shape, device, seed) for seed in range(sets)]
     chosen = prefill._choose("auto", jobs[0])
     contenders: dict[str, Call] = {"kvstrata": lambda i: prefill.run(jobs[i], chosen)[0]}
     contenders["flash"] = _sdpa(jobs, SDPBackend.FLASH_ATTENTION)
-    bench = _bench(jobs, contenders, "kvstrata", "flash")
+    bench = make_bench(jobs, contenders, "kvstrata", "flash")
     if device.type == "cuda":
         for backend in ("triton", "cuda"):
             if backend == chosen:
@@ -173,19 +173,19 @@ def build(shape: Shape, sets: int, device: torch.device) -> Bench:
 
 
 def ideas() -> dict[str, Tile]:
-    """Tiles of ``v3`` and of two variants that each change one thing."""
+    """Tiles of ``v3`` and of two variants that each differ in one respect."""
     tile = PORTABLE[64]
     return {"v3": tile, "copies not overlapped": replace(tile, stages=1), "two KV warps": FEW[64]}
 
 
 def build_ideas(shape: Shape, sets: int, device: torch.device) -> Bench:
-    jobs = [_job(shape, device, seed) for seed in range(sets)]
+    jobs = [make_job(shape, device, seed) for seed in range(sets)]
     contenders: dict[str, Call] = {
         name: lambda i, tile=tile: prefill_cuda.run(jobs[i], tile)[0]  # type: ignore[misc]
         for name, tile in ideas().items()
     }
     contenders["v2"] = _v2(jobs)
-    bench = _bench(jobs, contenders, "v3", "v2")
+    bench = make_bench(jobs, contenders, "v3", "v2")
     bench.variants = contenders.keys() - {"v3", "v2"}
     return bench
 
@@ -216,7 +216,7 @@ def build_tiers(device: torch.device, prefix: int = PREFIX, heads: int = 32, kv_
     return chunk_bench(q, partial(run, backend), rows, partial(run, "reference"), check)
 
 
-def _shapes(quick: bool) -> list[Shape]:
+def shapes_of(quick: bool) -> list[Shape]:
     goals = [(2, 8, 512, 64), (4, 16, 512, 64), (4, 16, 1024, 64), (4, 16, 2048, 128), (1, 32, 8192, 128)]
     rest = [(8, 16, 128, 64), (8, 16, 256, 64), (4, 16, 2048, 64), (1, 32, 8192, 64)]
     rest += [(8, 16, 128, 128), (8, 16, 256, 128), (4, 16, 512, 128), (4, 16, 1024, 128)]
@@ -227,7 +227,7 @@ def _shapes(quick: bool) -> list[Shape]:
 
 def cases(device: torch.device, quick: bool) -> list[Case]:
     cuda = device.type == "cuda"
-    shapes = _shapes(quick) if cuda else [Shape(1, 2, 128, 64, True)]
+    shapes = shapes_of(quick) if cuda else [Shape(1, 2, 128, 64, True)]
     cases = []
     for shape in shapes:
         kind = "few-" * (shape.batch * shape.heads < 32) + shape.name.partition("-")[0]

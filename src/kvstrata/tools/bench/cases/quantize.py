@@ -20,11 +20,11 @@ from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 
 POISON = 0xFF
-CHECKED = 256  # pages compared with the reference, code by code
+CHECKED = 256  # pages that are compared with the reference, code by code
 
 
 class Inputs(Job):
-    """One input set: rows, pages and the rows that each takes."""
+    """One input set: rows, pages, and the source rows of each page."""
 
     @classmethod
     def make(cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int) -> Inputs:

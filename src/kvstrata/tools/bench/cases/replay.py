@@ -171,7 +171,7 @@ def _plan(inputs: Sequence[Inputs], backend: str) -> Call:
 
 
 def _adaptor(inputs: Sequence[Inputs]) -> Call:
-    """Copy through `fused_copy_replay_data`, with its own arguments."""
+    """Copy with `fused_copy_replay_data` or `PrecomputedMetadata.copy_from`."""
     if inputs[0].style == "nsa":
         buffers = [PrecomputedMetadata(**dict(zip(one.names, one.dst, strict=True))) for one in inputs]
         steps = [PrecomputedMetadata(**dict(zip(one.names, one.src, strict=True))) for one in inputs]
@@ -214,7 +214,7 @@ def _replays(inputs: Sequence[Inputs]) -> dict[str, Call]:
         stages[i].commit(shapes[i])
         staged[i].replay()
 
-    for i in range(len(inputs)):
+    for i in range(len(inputs)):  # fill both slots
         host_staged(i)
         host_staged(i)
     return {

@@ -42,7 +42,7 @@ def build(shape: Shape, device: torch.device) -> Bench:
         "no advance": lambda i: decoder.run("fused").tolist(),
     }
     return Bench(
-        contenders=calls, poison=lambda name, i: decoder.spoil(), check=check, ours="step", baseline="no advance",
+        contenders=calls, poison=lambda name, i: decoder.poison(), check=check, ours="step", baseline="no advance",
     )  # fmt: skip
 
 

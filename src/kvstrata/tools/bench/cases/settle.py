@@ -50,7 +50,7 @@ SHARES = (0.1, 0.5, 0.4)  # shares of the tokens per tier, before
 
 
 class Planned(NamedTuple):
-    """The moves of one layer, in chains and in lists."""
+    """Moves of one layer, as chains and as targets."""
 
     job: Job  # moves in chains
     tokens: Tokens
@@ -60,7 +60,7 @@ class Planned(NamedTuple):
 
 
 class Settling(NamedTuple):
-    """Launches that fill the lists of moves, those of the moves, and those that update the tables."""
+    """Launches that build the lists of moves, that move tokens, and that update the tables."""
 
     lists: Launches
     moves: Launches
@@ -72,7 +72,7 @@ class Settling(NamedTuple):
 
 
 class State:
-    """Buckets with pages of random tokens, and the plan of one settling of every layer."""
+    """Buckets with pages of random tokens, and the plan of settling every layer once."""
 
     def __init__(self, requests: int, tokens: int, layers: int, heads: int, dim: int, lossy: float,
                  device: torch.device) -> None:  # fmt: skip
@@ -131,7 +131,7 @@ class State:
         self.ran = False  # True if the device's tables are those after the moves
 
     def _fill(self) -> None:
-        """Fill the slabs with pages of random rows; one slab of them, repeated."""
+        """Fill the slabs with pages of random rows: one slab per tier, repeated."""
         for tier, kind in enumerate(self.page_formats):
             f, n = kind.format, self.pool.per_slab[tier]
             shape = (n, f.page_tokens, f.head_dim)
@@ -149,7 +149,7 @@ class State:
         return self.buckets.table_offsets(np.array(self.requests), np.full(len(self.requests), layer))
 
     def _chains(self, layer: int) -> Planned:
-        """Plan a layer's moves; their destination pages are filled in once allocated."""
+        """Plan a layer's moves; destination pages are set once allocated."""
         tokens, tiers = self.buckets.snapshot(layer, self.requests), len(self.page_formats)
         dice = torch.rand(len(tokens), generator=self.random, device=self.device)
         # A twentieth of all tokens: of the plain ones, and if requested part of those of the middle tier.
@@ -164,7 +164,7 @@ class State:
         return Planned(job, tokens, target.to(torch.int8), plan, numbers)
 
     def plan(self) -> Settling:
-        """Prepare launches from targets as `apply.prepare_counted` does, into pages that are already allocated."""
+        """Prepare launches from the targets like `apply.prepare_counted`, with already allocated pages."""
         requests, layers = self.places
         places, lease = requests * self.layers + layers, self.buckets.arena.lease()
         counted = moves_cuda.Moves(self.buckets, places, self.target, lease, starts=self.starts)
@@ -179,7 +179,7 @@ class State:
         return Settling(*(Launches(kept.device, tuple(part), kept) for part in parts))
 
     def restore(self) -> None:
-        """Restore slabs and tables, and compute the expected result of a sample of moves."""
+        """Restore slabs and tables, and compute the expected result of some moves."""
         for slab, saved in zip(self.pool.slabs, self.saved, strict=True):
             if slab is not None and saved is not None:
                 slab.copy_(saved)
@@ -217,7 +217,7 @@ class State:
                     assert x is None or y is None or torch.allclose(x.float(), y.float(), rtol=3e-2), "a scale is wrong"
 
     def run(self) -> None:
-        """Run the moves, given their lists."""
+        """Run the moves with prepared lists."""
         if self.settling is None:
             self.run_chains("reference")
         else:
@@ -238,7 +238,7 @@ class State:
 
 
 def build_settle(make: partial[State], expected: int, device: torch.device) -> Bench:
-    whole.forget(device)
+    whole.free_caches(device)
     state = make(device=device)
     assert abs(state.moved / expected - 1) < (0.02 if expected > 1 << 30 else 0.5), "the bytes of the case are wrong"
     cuda = device.type == "cuda"
@@ -262,7 +262,7 @@ def build_settle(make: partial[State], expected: int, device: torch.device) -> B
 
 
 class Appends:
-    """Requests with plain tokens and room in their last pages, and one more token for each."""
+    """Requests with plain tokens and room in their last page, and one more token for each."""
 
     def __init__(self, requests: int, heads: int, dim: int, device: torch.device, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -335,7 +335,7 @@ class Appends:
 
 
 def build_append(requests: int, heads: int, dim: int, sets: int, device: torch.device) -> Bench:
-    whole.forget(device)
+    whole.free_caches(device)
     inputs = [Appends(requests, heads, dim, device, seed) for seed in range(sets)]
     contenders: dict[str, Call] = {
         "kvstrata": lambda i: append_op.append_rows(inputs[i].job),
@@ -402,8 +402,8 @@ def summary(report: Report) -> str:
         if row is None or "B" not in case.params or not row.samples:
             continue
         assert row.us is not None
-        taken = case.host.get(row.name)
-        host = f", host {taken.median:,.0f} us, p95 {taken.p95:,.0f} us" if taken else ""
+        host_us = case.host.get(row.name)
+        host = f", host {host_us.median:,.0f} us, p95 {host_us.p95:,.0f} us" if host_us else ""
         ms = [1e-3 * us for us in (row.us.median, sum(row.samples) / len(row.samples), max(row.samples))]
         lines.append(f"{case.name}: median {ms[0]:.2f} ms, mean {ms[1]:.2f} ms, slowest {ms[2]:.2f} ms{host}")
     return "\n".join(lines)

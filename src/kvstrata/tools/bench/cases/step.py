@@ -30,7 +30,7 @@ OBSERVED = 2  # layers per step whose mass is added to importance, if there is a
 GROWTH = 1024  # tokens that a request may grow by during sampling
 INPUTS = ("ids", "positions", "requests")
 # How metadata gets into the graph: options of a runner.
-WAYS: dict[str, dict[str, Any]] = {
+STAGINGS: dict[str, dict[str, Any]] = {
     "fused": dict(staging="copy", fused=True),
     "unfused": dict(staging="copy", fused=False),
     "in graph": dict(staging="graph", fused=True),
@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder, and its architecture as transformers names it."""
+    """Sizes of a decoder, and its ``model_type`` in transformers."""
 
     layers: int = 32
     hidden: int = 4096
@@ -90,7 +90,7 @@ class Shape:
 
 @lru_cache(maxsize=1)
 def model_of(sizes: Model, device: torch.device) -> Any:
-    """A model with random weights, made on the device."""
+    """Model with random weights, created on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -128,7 +128,7 @@ class Decoder:
             name: GraphRunner(
                 step, buffers, [batch], fill={"requests": -1}, device=device, pool=pool, progress=False, **options
             ).capture()
-            for name, options in WAYS.items()
+            for name, options in STAGINGS.items()
         }
         # Metadata on the host; on the device it is one copy, whose rows are the inputs.
         self.host = torch.zeros(3, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -148,7 +148,7 @@ class Decoder:
             self.cache.append(layer, k, v, self.requests, shape.lengths)
 
     def advance(self) -> None:
-        """Make room for one more token of each request, and update its position."""
+        """Make room for one more token per request, and update positions."""
         self.cache.advance(self.requests)
         self.host[1] += 1
 
@@ -182,8 +182,8 @@ class Decoder:
         self.host[0] = torch.tensor(read)
         return read
 
-    def spoil(self) -> None:
-        """Overwrite all metadata with zeros and no requests, so that missing metadata changes the tokens."""
+    def poison(self) -> None:
+        """Overwrite all metadata with zeros and padding requests, so that missing metadata changes the tokens."""
         on_device = [self.device_rows, *(held for r in self.runners.values() for held in (r.buffers, r.staged))]
         for held in on_device:
             for name, tensor in held.items():
@@ -204,7 +204,7 @@ def decoder_of(shape: Shape, device: torch.device) -> Decoder:
 
 def build_wall(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
-    ids: list[torch.Tensor] = []  # of the last step
+    ids: list[torch.Tensor] = []  # inputs of the last step
 
     def step(method: str, i: int) -> list[int]:
         ids[:] = [decoder.host[0].clone()]
@@ -217,34 +217,34 @@ def build_wall(shape: Shape, device: torch.device) -> Bench:
         decoder.host[0] = torch.tensor(out)
         assert out == again, f"{sum(map(int.__ne__, out, again))} of {len(out)} tokens are others"
 
-    calls: dict[str, Call] = {method: partial(step, method) for method in WAYS}
+    calls: dict[str, Call] = {method: partial(step, method) for method in STAGINGS}
     return Bench(
         contenders=calls,
-        poison=lambda name, i: decoder.spoil(),
+        poison=lambda name, i: decoder.poison(),
         check=check,
         ours="fused",
         baseline="unfused",
-        variants=WAYS.keys() - {"fused", "unfused"},
+        variants=STAGINGS.keys() - {"fused", "unfused"},
     )
 
 
 def build_gpu(shape: Shape, device: torch.device) -> Bench:
     decoder = decoder_of(shape, device)
-    wanted = decoder.run("unfused").clone()
+    expected = decoder.run("unfused").clone()
 
     def run(method: str, i: int) -> torch.Tensor:
         return decoder.run(method)
 
-    calls: dict[str, Call] = {method: partial(run, method) for method in WAYS}
+    calls: dict[str, Call] = {method: partial(run, method) for method in STAGINGS}
     calls["replay"] = lambda i: decoder.runners["fused"].replay(decoder.batch)
 
     def poison(name: str, i: int) -> None:
-        decoder.spoil()
+        decoder.poison()
         if name == "replay":
             decoder.run("fused")
 
     def check(name: str, i: int, out: torch.Tensor) -> None:
-        assert torch.equal(out, wanted), f"{int((out != wanted).sum())} of {len(out)} tokens are others"
+        assert torch.equal(out, expected), f"{int((out != expected).sum())} of {len(out)} tokens are others"
 
     return Bench(
         contenders=calls,
@@ -252,7 +252,7 @@ def build_gpu(shape: Shape, device: torch.device) -> Bench:
         check=check,
         ours="fused",
         baseline="replay",
-        variants=WAYS.keys() - {"fused"},
+        variants=STAGINGS.keys() - {"fused"},
         host=dict(calls),
         burst=1,
     )

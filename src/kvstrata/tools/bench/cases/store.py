@@ -32,7 +32,7 @@ BASELINES = Path(__file__).parent.parent / "baselines"
 
 @dataclass(frozen=True)
 class Kind:
-    """Rows of one model: heads, dim, with or without V, source and cache dtype."""
+    """Rows of one model: heads, dim, with or without V, dtypes of rows and cache."""
 
     name: str
     heads: int
@@ -48,7 +48,7 @@ class Kind:
         return (1 + self.has_v) * self.heads * self.dim * (self.source.itemsize + self.cache.itemsize) + 4
 
     def cache_shape(self, tokens: int) -> tuple[int, ...]:
-        """Shape of a cache with at least twice as many slots as tokens."""
+        """Cache shape with at least twice as many slots as tokens."""
         pages = max(2 * tokens, 16384) // PAGE
         nhd = self.layout == "NHD"
         return (pages, PAGE, self.heads, self.dim) if nhd else (pages, self.heads, PAGE, self.dim)
@@ -110,25 +110,25 @@ class Inputs:
     def assert_stored(self) -> None:
         """Compare every byte of the caches: the rows where they belong, poison everywhere else."""
         for side, x, cache, scale in zip("kv", self.rows, self.caches, self.scales, strict=False):
-            want = torch.full_like(cache.view(torch.uint8), POISON).view(cache.dtype)
+            expected = torch.full_like(cache.view(torch.uint8), POISON).view(cache.dtype)
             if x.dtype != cache.dtype:
                 x = reference.to_fp8(x, scale, cache.dtype).view(cache.dtype)
             bits = torch.uint8 if cache.dtype.itemsize == 1 else torch.int16
-            self.by_token(want).view(bits)[self.page, self.row] = x.view(bits)
-            assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8)), f"{side}_cache is wrong"
+            self.by_token(expected).view(bits)[self.page, self.row] = x.view(bits)
+            assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8)), f"{side}_cache is wrong"
 
 
 def _index_put(inputs: Sequence[Inputs]) -> Call:
     """Store with plain torch: one indexed write for K and one for V, preceded by scaling and rounding for fp8."""
 
     def run(i: int) -> None:
-        one = inputs[i]
-        for x, cache, scale in zip(one.rows, one.caches, one.scales, strict=False):
-            target = one.by_token(cache)
+        call = inputs[i]
+        for x, cache, scale in zip(call.rows, call.caches, call.scales, strict=False):
+            target = call.by_token(cache)
             if x.dtype != cache.dtype:
                 x = reference.to_fp8(x, scale, cache.dtype)
                 target = target.view(torch.uint8)
-            target.index_put_((one.page, one.row), x)
+            target.index_put_((call.page, call.row), x)
 
     return run
 
@@ -151,7 +151,7 @@ def index_copy(inputs: Sequence[Inputs]) -> Call:
 
 @peer("store", "flashinfer")
 def flashinfer(inputs: Sequence[Inputs]) -> Call:
-    """``append_paged_kv_cache``: every token is a request of one page, so that slots can be random."""
+    """FlashInfer's ``append_paged_kv_cache``; every token is a request of one page, so that slots can be random."""
     kind = inputs[0].kind
     if not kind.has_v or kind.source != kind.cache:
         raise Absent("append_paged_kv_cache takes K and V of the cache's dtype")
@@ -170,7 +170,7 @@ def flashinfer(inputs: Sequence[Inputs]) -> Call:
 
 
 def _note(inputs: Sequence[Inputs]) -> Call:
-    """The note's kernel, launched by ``cuda.core.launch`` with everything prepared that can be."""
+    """Baseline kernel store_warp.cu, launched by ``cuda.core.launch`` with prepared arguments."""
     import numpy
     from cuda.core import LaunchConfig, Stream, launch
 
@@ -261,11 +261,11 @@ def build_overlap(kind: Kind, tokens: int, sets: int, device: torch.device) -> B
         here.wait_stream(side)
         return out
 
-    want = attend()
+    expected = attend()
 
     def verify(name: str, i: int, out: torch.Tensor) -> None:
         inputs[i].assert_stored()
-        assert torch.allclose(out, want, rtol=1e-2, atol=1e-3), "attention changed"
+        assert torch.allclose(out, expected, rtol=1e-2, atol=1e-3), "attention changed"
 
     return Bench(
         contenders={"side by side": side_by_side, "in turn": in_turn},

@@ -34,10 +34,10 @@ from kvstrata.tools.bench.timer import Timer
 from kvstrata.tools.bench.vllm_child import GROWTH, MARK
 from kvstrata.tools.bench.vllm_engine import LLAMA_8B
 
-CACHE, LARGEST = 68 << 30, 60 << 30  # bytes of an engine's cache: 16 x 32,768 tokens of bfloat16 fit; see above
+CACHE, LARGEST = 68 << 30, 60 << 30  # bytes of an engine's cache (fits 16 x 32,768 tokens of bfloat16); see above
 MAX_TOKENS = 32768
 BASELINE, PEER, OURS = "FlashAttention bf16", "FlashAttention fp8", "K4V4"
-ENGINES = {  # contender: vLLM's backend, format, bits per element without scales
+ENGINES = {  # contender: vLLM's backend, format
     BASELINE: ("FLASH_ATTN", None),
     OURS: ("CUSTOM", "K4V4"),
     PEER: ("FLASH_ATTN", "fp8"),
@@ -112,7 +112,7 @@ def run(
     revision: str | None = None,
     after_case: Callable[[Report], object] = lambda report: None,
 ) -> Report:
-    """Measure one engine after the other; ``after_case`` sees the report after each."""
+    """Measure one engine after the other; ``after_case`` gets the report after each."""
     shapes = [shape for shape in SHAPES if shape.name in {case.name for case in chosen}]
     sizes = {"cache_bytes": CACHE, "largest_bytes": LARGEST}
     method = {"quick": quick, "only": only, **sizes, "how": "samples in turn"}
@@ -124,45 +124,47 @@ def run(
     reference: list[dict[str, Any]] = []
     for engine in QUICK if quick else ENGINES:
         begin = time.monotonic()
-        told, error = measure(engine, shapes)
+        reply, error = measure(engine, shapes)
         if engine == BASELINE:
-            reference = told.get("probe", [])
-            report.machine["versions"]["vllm"] = told.get("vllm")
-        wrong = error or mistake(engine, reference, told)
+            reference = reply.get("probe", [])
+            report.machine["versions"]["vllm"] = reply.get("vllm")
+        wrong = error or find_error(engine, reference, reply)
         for shape, case_result in zip(shapes, report.cases, strict=True):
-            add(case_result, engine, shape, told, wrong)
+            add_row(case_result, engine, shape, reply, wrong)
             compare(case_result)
         after_case(report)
-        summary = wrong or f"{told['cache_tokens']:,} tokens, started in {told['start_s']:.0f} s"
-        summary += f", error {told['error']:.1e}" if "error" in told else ""
+        summary = wrong or f"{reply['cache_tokens']:,} tokens, started in {reply['start_s']:.0f} s"
+        summary += f", error {reply['error']:.1e}" if "error" in reply else ""
         print(f"{engine}: {summary}; {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return report
 
 
 def measure(engine: str, shapes: Sequence[Shape]) -> tuple[dict[str, Any], str | None]:
-    """Output of an engine's process, and the reason why it failed or None."""
+    """Result of an engine's process, and why it failed or None."""
     backend, format = ENGINES[engine]
-    given = {
+    job = {
         "backend": backend, "format": format, "model": LLAMA_8B, "cache_bytes": CACHE, "max_tokens": MAX_TOKENS,
         "seconds": 0.7 * SECONDS,
         "cases": [
             {"name": s.name, "what": s.what, "batch": batch_of(s, engine), "tokens": s.tokens} for s in shapes
         ],
     }  # fmt: skip
-    command = [sys.executable, "-m", "kvstrata.tools.bench.vllm_child", json.dumps(given)]
+    command = [sys.executable, "-m", "kvstrata.tools.bench.vllm_child", json.dumps(job)]
     try:
         output, code = child.run(command, SECONDS)
         failed = f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:])[-600:]
-    except child.Late as late:
-        output, failed = late.output, str(late)
+    except child.Timeout as error:
+        output, failed = error.output, str(error)
     lines = [line for line in output.splitlines() if line.startswith(MARK)]  # one per case
     return (json.loads(lines[-1].removeprefix(MARK)), None) if lines else ({}, failed)
 
 
-def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]], tolerance: float = TOLERANCE) -> str | None:
+def logprob_error(
+    reference: list[dict[str, Any]], reply: list[dict[str, Any]], tolerance: float = TOLERANCE
+) -> str | None:
     """Error message if the decoded tokens differ from the reference by more than ``tolerance``; else None."""
     worst, compared = 0.0, 0
-    for want, got in zip(reference, told, strict=False):
+    for want, got in zip(reference, reply, strict=False):
         if want["first"] != got["first"]:
             continue  # two tokens at the prompt's end were equally likely
         compared += 1
@@ -173,26 +175,26 @@ def difference(reference: list[dict[str, Any]], told: list[dict[str, Any]], tole
     return f"logprobs are {worst:.1f} from those of the reference" if worst > tolerance else None
 
 
-def mistake(engine: str, reference: list[dict[str, Any]], told: dict[str, Any]) -> str | None:
+def find_error(engine: str, reference: list[dict[str, Any]], reply: dict[str, Any]) -> str | None:
     """Error message if an engine's tokens or attention are wrong; else None."""
     if ENGINES[engine][0] == "CUSTOM":
-        if not told["compared"]:
+        if not reply["compared"]:
             return "no attention was compared with the reference"
-        if not told["error"] <= ERROR:
-            return f"attention is {told['error']:.1e} from float32 on the same bytes"
-        if graphs := difference(told["eager"], told["probe"], EAGER_TOLERANCE):
+        if not reply["error"] <= ERROR:
+            return f"attention is {reply['error']:.1e} from float32 on the same bytes"
+        if graphs := logprob_error(reply["eager"], reply["probe"], EAGER_TOLERANCE):
             return f"with CUDA graphs: {graphs}"
     wide = ENGINES[engine][1] in (None, "fp8", "K8V8")  # narrower formats differ from bfloat16 by their rounding
-    return difference(reference, told["probe"]) if wide else None
+    return logprob_error(reference, reply["probe"]) if wide else None
 
 
-def add(result: CaseResult, engine: str, shape: Shape, told: dict[str, Any], wrong: str | None) -> None:
+def add_row(result: CaseResult, engine: str, shape: Shape, reply: dict[str, Any], wrong: str | None) -> None:
     kinds = {BASELINE: "baseline", PEER: "peer", OURS: "ours"}
-    samples = told.get("cases", {}).get(shape.name)
-    error = wrong or (None if samples else told["errors"].get(shape.name, "not measured"))
+    samples = reply.get("cases", {}).get(shape.name)
+    error = wrong or (None if samples else reply["errors"].get(shape.name, "not measured"))
     row = Row(engine, kinds.get(engine, "variant"), error is None, error)
     if error is None:
         row.us, row.samples = stats.summary(samples), samples
         result.params["batch"][engine] = batch_of(shape, engine)
-        result.params["cache_tokens"][engine] = told["cache_tokens"]
+        result.params["cache_tokens"][engine] = reply["cache_tokens"]
     result.rows.append(row)

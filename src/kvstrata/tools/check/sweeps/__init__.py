@@ -18,21 +18,21 @@ from types import ModuleType
 
 import torch
 
-from .draw import Draw, Refused
+from .draw import Draw, Unsupported
 
 COMMON = ("draw", "oracle", "__main__")
-FEWEST = 4  # minimum number of trials, however long they take
+MIN_TRIALS = 4  # minimum number of trials, however long they take
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`error` is None for a trial that passed; `refused` is the reason why one was not run."""
+    """`error` is None for a trial that passed; `unsupported` is the reason why one was not run."""
 
     backend: str
     seed: int
     what: str = ""
     error: str | None = None
-    refused: str | None = None
+    unsupported: str | None = None
 
 
 def names() -> list[str]:
@@ -41,7 +41,7 @@ def names() -> list[str]:
 
 
 def find(op: str) -> ModuleType:
-    """The module of an op; LookupError lists what there is."""
+    """Sweep module of an op; LookupError lists the ops."""
     if op not in names():
         raise LookupError(f"no sweep named {op!r}; there are: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{op}")
@@ -67,12 +67,12 @@ def run(op: str, device: torch.device, backend: str, seeds: range, seconds: floa
     """One trial per seed, until the time is up; exceptions of a trial become its outcome."""
     trial, end = find(op).trial, time.monotonic() + seconds
     for number, seed in enumerate(seeds):
-        if number >= FEWEST and time.monotonic() > end:
+        if number >= MIN_TRIALS and time.monotonic() > end:
             return
         try:
             yield Outcome(backend, seed, trial(Draw(seed, device), backend))
-        except Refused as reason:
-            yield Outcome(backend, seed, refused=str(reason))
+        except Unsupported as reason:
+            yield Outcome(backend, seed, unsupported=str(reason))
         except Exception as error:
             text = " ".join(str(error).split()) or "an assertion without a message"
             known = isinstance(error, AssertionError)

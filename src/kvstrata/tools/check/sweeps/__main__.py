@@ -30,12 +30,12 @@ def main() -> int:
     seeds = range(given.first, given.first + given.trials)
     for backend in given.backend:
         for outcome in run(given.op, torch.device(given.device), backend, seeds, given.seconds):
-            completed += outcome.refused is None
+            completed += outcome.unsupported is None
             if outcome.error:
                 failed += 1
                 print(f"{backend}, seed {outcome.seed}: {outcome.error}")
-            if outcome.refused:
-                print(f"{backend} refused: {outcome.refused}")
+            if outcome.unsupported:
+                print(f"{backend} unsupported: {outcome.unsupported}")
         if given.device == "cuda":
             torch.cuda.synchronize()
     print(f"{completed} trials, {failed} failed")

@@ -6,7 +6,7 @@ import torch
 
 import kvstrata
 
-from .draw import CLOSE, DIMS, FLOATS, Draw, refusing
+from .draw import CLOSE, DIMS, FLOATS, Draw, unsupported_errors
 from .oracle import attention
 
 BACKENDS = ("reference", "numba", "triton", "cuda")
@@ -28,7 +28,7 @@ def trial(draw: Draw, backend: str) -> str:
     cache.append(0, k, v, list(range(len(lengths))), lengths)
     q = draw.normal(len(lengths), q_len, heads * group, dim).to(dtype).to(draw.device)
     options = dict(sliding_window=window, softcap=softcap, return_lse=True, return_mass=True)
-    with refusing(RuntimeError, "backend: "):
+    with unsupported_errors(RuntimeError, "backend: "):
         out, lse, mass = kvstrata.decode_attention(q, cache, backend=backend, **options)  # type: ignore[arg-type]
     assert lse is not None
     assert mass is not None
@@ -48,7 +48,7 @@ def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, length: int, window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out, lse and mass of one request: q [q_len, Hq, D], k and v [H, n, D], positions [H, n]."""
+    """Output, lse and mass of one request: q ``[q_len, Hq, D]``, k and v ``[H, n, D]``, positions ``[H, n]``."""
     own = length - len(q) + torch.arange(len(q))
     out, lse, weight = attention(q, k, v, own, position, window=window, softcap=softcap)
     mass = torch.zeros(len(k), length)

@@ -22,18 +22,18 @@ WORST = {16: 0.0, 32: 0.0, 8: 0.02, 4: 0.3, 3: 0.5, 2: 0.75}
 AGAIN = 1.5  # factor for a row that was quantised before, to more bits
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """The backend does not support such a call; this is not a failure."""
 
 
 @contextmanager
-def refusing(kind: type[Exception], *words: str) -> Iterator[None]:
+def unsupported_errors(kind: type[Exception], *words: str) -> Iterator[None]:
     """Turn an error of this kind whose message contains one of these words into `Refused`."""
     try:
         yield
     except kind as error:
         if any(word in str(error) for word in words):
-            raise Refused(str(error).removeprefix("backend: ")) from error
+            raise Unsupported(str(error).removeprefix("backend: ")) from error
         raise
 
 

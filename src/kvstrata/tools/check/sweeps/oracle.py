@@ -9,10 +9,10 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, position: torch.Tensor | None = None, *,
     causal: bool = True, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out ``[Sq, Hq, D]``, lse ``[Sq, Hq]`` and weights ``[Sq, Hq, n]`` in float32, every query over every key.
+    """Output ``[Sq, Hq, D]``, lse ``[Sq, Hq]`` and weights ``[Sq, Hq, n]`` in float32.
 
-    ``q [Sq, Hq, D]`` at positions ``own [Sq]``, ``k`` and ``v [Hkv, n, D]`` at ``position [Hkv, n]`` (None: in order).
-    A query that sees no key gives zeros, and an lse of -inf or its sink.
+    ``q [Sq, Hq, D]`` is at positions ``own [Sq]``, ``k`` and ``v [Hkv, n, D]`` at ``position [Hkv, n]`` (None: in
+    order). A query that sees no key gives zeros, and an lse of -inf or its sink logit.
     """
     group, dim = q.shape[1] // len(k), q.shape[2]
     wide_k, wide_v = (x.float().repeat_interleave(group, 0) for x in (k, v))

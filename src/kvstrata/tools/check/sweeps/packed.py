@@ -17,7 +17,7 @@ import kvstrata
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 
-from .draw import CLOSE, FLOATS, POISON, WORST, Draw, refusing
+from .draw import CLOSE, FLOATS, POISON, WORST, Draw, unsupported_errors
 from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
@@ -25,7 +25,7 @@ SANITIZED = ("cuda",)
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Formats, page and block sizes, ragged lengths and queries, windows, caps, sinks and calibration."""
+    """Any format, page and block size, ragged lengths and queries, windows, soft caps, sinks and calibration."""
     dim, tokens = draw.one(48, 64, 80, 128), draw.one(16, 32, 64)
     fmt = Format(draw.one(2, 3, 4, 8), draw.one(2, 3, 4, 8), dim, tokens)
     heads, group, per_block = draw.size(1, 3), draw.one(1, 2, 4, 8), draw.size(1, 3)
@@ -50,7 +50,7 @@ def trial(draw: Draw, backend: str) -> str:
     k, v = (draw.normal(sum(lengths), heads, dim).to(dtype).to(draw.device) for _ in range(2))
     slots = torch.cat([_slots(table[row], torch.arange(n), block_size) for row, n in enumerate(lengths)])
     mixed = torch.arange(len(slots)) if draw.one(0, 1) else draw.order(len(slots))
-    with refusing(RuntimeError, "aligned"):
+    with unsupported_errors(RuntimeError, "aligned"):
         for part in mixed.tensor_split(draw.size(1, 4)):
             where = torch.cat([slots[part], torch.tensor([-1])]).to(draw.device)
             index = torch.cat([part, torch.zeros(1, dtype=torch.int64)]).to(draw.device)
@@ -123,7 +123,7 @@ def _slots(blocks: torch.Tensor, position: torch.Tensor, block_size: int) -> tor
 def _stored(
     pages: torch.Tensor, fmt: Format, slots: torch.Tensor, calibration: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of slots in the model's space: float32 ``[n, heads, D]``."""
+    """Dequantised rows of slots in the model's space: float32 ``[n, heads, D]``."""
     blocks, heads, _ = pages.shape
     k, v = quant.restore(*quant.dequantize_page(pages.view(blocks, heads, -1, fmt.page_bytes), fmt), fmt)
     k, v = (x.permute(0, 2, 3, 1, 4).reshape(-1, heads, fmt.head_dim)[slots] for x in (k, v))

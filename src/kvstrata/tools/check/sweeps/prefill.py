@@ -1,4 +1,4 @@
-"""prefill_attention: prompts and chunks, dense or ragged, inside memory full of NaN, against attention in float32."""
+"""prefill_attention of prompts and chunks, dense or ragged, in memory full of NaN, against attention in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 import kvstrata
 
-from .draw import CLOSE, FLOATS, Draw, refusing
+from .draw import CLOSE, FLOATS, Draw, unsupported_errors
 from .oracle import attention
 
 BACKENDS = ("reference", "triton", "cuda")
@@ -46,7 +46,7 @@ def trial(draw: Draw, backend: str) -> str:
     options["sinks"] = None if sinks is None else sinks.to(draw.device)
     if ragged and bound is not None:
         options["max_seqlen_q"], options["max_seqlen_k"] = (max(n) + bound for n in zip(*lengths, strict=True))
-    with refusing(RuntimeError, "backend: "):
+    with unsupported_errors(RuntimeError, "backend: "):
         results = (_ragged if ragged else _dense)(given, draw.device, gap, options)
     for i, (result, (q, k, v)) in enumerate(zip(results, given, strict=True)):
         own, (keys, values) = len(k) - len(q) + torch.arange(len(q)), (x.transpose(0, 1) for x in (k, v))
@@ -69,13 +69,13 @@ def _dtypes(draw: Draw, backend: str) -> tuple[torch.dtype, ...]:
 
 
 def _lengths(draw: Draw) -> tuple[int, int]:
-    """Queries and keys: a whole prompt, a chunk after others, or anything."""
+    """Number of queries and keys: a whole prompt, a chunk after a prefix, or unrelated numbers."""
     n = draw.one(1, 64, draw.size(0, 200))
     return draw.one((n, n), (n, n + draw.size(0, 100)), (n, draw.size(0, 200)))
 
 
 def _inside(x: torch.Tensor, gap: int) -> torch.Tensor:
-    """Copy of `x` as a view whose rows are each followed by `gap` NaNs."""
+    """Copy of ``x`` as a view in which each row is followed by ``gap`` NaNs."""
     room = x.new_full((*x.shape[:-1], x.shape[-1] + gap), torch.nan)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]
@@ -92,7 +92,7 @@ def _dense(given: list[Sequence], device: torch.device, gap: int, options: dict[
 
 
 def _ragged(given: list[Sequence], device: torch.device, gap: int, options: dict[str, object]) -> list[Result]:
-    """All sequences end to end, between rows of NaN."""
+    """All sequences as one ragged batch, between rows of NaN."""
 
     def pack(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         spare = rows[0].new_full((SPARE, *rows[0].shape[1:]), torch.nan)

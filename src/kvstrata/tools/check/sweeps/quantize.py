@@ -8,7 +8,7 @@ from kvstrata.layout import Format, fragments, rotate, scales
 from kvstrata.layout.format import UNIT
 from kvstrata.quant.op import quantize_pages
 
-from .draw import DIMS, FLOATS, POISON, WORST, Draw, refusing
+from .draw import DIMS, FLOATS, POISON, WORST, Draw, unsupported_errors
 
 BACKENDS = ("reference", "triton", "cuda")
 SANITIZED = ("cuda",)
@@ -31,7 +31,7 @@ def trial(draw: Draw, backend: str) -> str:
     head = draw.integers(heads, pages).int()
     pool = torch.full(((pages + 2) * format.page_bytes,), POISON, dtype=torch.uint8, device=draw.device)
     where, taken, whose = ((order * step).int().to(draw.device), source.to(draw.device), head.to(draw.device))
-    with refusing(ValueError, *(["aligned"] if backend == "cuda" else [])):
+    with unsupported_errors(ValueError, *(["aligned"] if backend == "cuda" else [])):
         quantize_pages(k, v, pool, where, taken, whose, format, backend=backend)
     written = pool.cpu().view(pages + 2, format.page_bytes)
     others = [i for i in range(pages + 2) if i not in order.tolist()]

@@ -13,7 +13,7 @@ SANITIZED = ("cuda",)
 
 
 def trial(draw: Draw, backend: str) -> str:
-    """Many copies into larger buffers, with fills and a bound on the device, every byte compared."""
+    """Many copies into larger buffers, with fills and a row bound on the device."""
     buffers, sources, fills, wants, bounds = [], [], [], [], []
     live = draw.size(0, 6)
     count = draw.size(1, 12)

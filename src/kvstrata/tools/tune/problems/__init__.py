@@ -1,4 +1,4 @@
-"""Tuning problems by op: a module `problems/<op>.py` has `problems(arch, device) -> list[Problem]`.
+"""Tuning problems by op: a module `problems/<op>.py` defines `problems(arch, device) -> list[Problem]`.
 
 A problem is one case of the op's benchmark. Its kernels can be compiled without a device; `build` creates inputs on
 one, with the benchmark's own check.
@@ -22,7 +22,7 @@ from kvstrata.tools.tune.space import Space
 
 @dataclass(frozen=True)
 class Ready:
-    """Inputs on a device: `call(choice)` is a contender as in `bench.Bench`, `check` raises AssertionError."""
+    """Inputs on a device: ``call(choice)`` is a contender as in `bench.Bench`, ``check`` raises AssertionError."""
 
     call: Callable[[Choice], Call]
     poison: Callable[[int], None]
@@ -58,7 +58,7 @@ def check(op: str) -> None:
 
 
 def find(op: str, arch: str, device: torch.device, backend: str) -> list[Problem]:
-    """The problems of an op, or with the backend ``reference`` the toy."""
+    """Problems of an op, or the toy problem with the backend ``reference``."""
     check(op)
     module = importlib.import_module(f"{__name__}.{op}")
     if backend != "reference":

@@ -1,4 +1,4 @@
-"""Decode's cases: the CUDA C++ kernels."""
+"""Tuning problems of decode: the CUDA C++ kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from kvstrata.attention.decode import op, space, stages
 from kvstrata.jit.tuned import Choice
-from kvstrata.tools.bench.attention import read
+from kvstrata.tools.bench.attention import fill_l2
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.decode import CHECKED, MEAN, NARROW, Shape, _close, _job, bytes_of, formats_of
+from kvstrata.tools.bench.cases import decode
+from kvstrata.tools.bench.cases.decode import MEAN, NARROW, Shape, formats_of
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
@@ -44,7 +45,7 @@ def _cuda(shape: Shape, tiers: Tiers, arch: str, device: torch.device) -> Proble
     columns = shape.q_len * shape.heads // shape.kv_heads
     page = formats[0].page_tokens
     tokens = (-(-shape.tokens // page) + len(formats)) * page  # as in the synthetic layer's table
-    sets = min(sets_for(bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
+    sets = min(sets_for(decode.bytes_of(shape, tiers, MEAN), device), 2) if device.type == "cuda" else 1
 
     def kernels(choice: Choice) -> list[Needs]:
         needed = space.kernels(formats, torch.bfloat16, stages.Cut(**choice), arch, ordered=shape.q_len > 1)
@@ -68,8 +69,8 @@ def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> 
     from kvstrata.attention.decode.cuda import WorkPlan
     from kvstrata.attention.decode.source import Source
 
-    jobs = [_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
-    checked = [job._replace(q=job.q[:CHECKED], requests=job.requests[:CHECKED]) for job in jobs]
+    jobs = [decode.make_job(shape, tiers, MEAN, device, seed) for seed in range(sets)]
+    checked = [job._replace(q=job.q[: decode.CHECKED], requests=job.requests[: decode.CHECKED]) for job in jobs]
     wanted = [op.run(job, "reference")[0].float() for job in checked]
     sizes = (shape.kv_heads, shape.heads, shape.q_len)
 
@@ -79,4 +80,4 @@ def _build_cuda(shape: Shape, tiers: Tiers, sets: int, device: torch.device) -> 
             plan.update()
         return lambda i: plans[i].run(jobs[i])[0]
 
-    return Ready(call, lambda i: None, lambda i, out: _close(out, wanted[i]), read(device))
+    return Ready(call, lambda i: None, lambda i, out: decode.assert_first_close(out, wanted[i]), fill_l2(device))

@@ -1,4 +1,4 @@
-"""Prefill's cases: all three kernels of the GPU."""
+"""Tuning problems of prefill: its three GPU kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstrata.attention.prefill.configs import features, nearest
 from kvstrata.attention.prefill.tiles import Config, choice_of, invalid, of_choice, tile_of
 from kvstrata.jit.tuned import Choice
 from kvstrata.tools.bench.case import sets_for
-from kvstrata.tools.bench.cases.prefill import Shape, _bench, _job, _shapes
+from kvstrata.tools.bench.cases.prefill import Shape, make_bench, make_job, shapes_of
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.tune.gates import Needs
 from kvstrata.tools.tune.space import Space
@@ -22,7 +22,7 @@ PROCESSORS = 132  # without a GPU: that of the GPU of the default table
 
 
 def problems(arch: str, device: torch.device) -> list[Problem]:
-    return [_gpu(shape, arch, device) for shape in _shapes(quick=False)]
+    return [_gpu(shape, arch, device) for shape in shapes_of(quick=False)]
 
 
 def _tiles(shape: Shape, rows: int) -> int:
@@ -63,8 +63,8 @@ def _build(shape: Shape, sets: int, device: torch.device) -> Ready:
     from kvstrata.attention.prefill import cuda as prefill_cuda
     from kvstrata.attention.prefill import triton as prefill_triton
 
-    jobs = [_job(shape, device, seed) for seed in range(sets)]
-    bench = _bench(jobs, {}, "", "")
+    jobs = [make_job(shape, device, seed) for seed in range(sets)]
+    bench = make_bench(jobs, {}, "", "")
 
     def call(choice: Choice) -> Call:
         tile = of_choice(choice, shape.dim)

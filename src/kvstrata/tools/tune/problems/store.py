@@ -27,7 +27,7 @@ def problems(arch: str, device: torch.device) -> list[Problem]:
 
 
 def task_of(kind: Kind, tokens: int) -> Task:
-    """Task of the benchmark's inputs, without creating them."""
+    """Task of the benchmark's inputs, without allocating them."""
     empty = partial(torch.empty, device="meta")
     rows = empty(tokens, kind.heads, kind.dim, dtype=kind.source)
     cache = empty(kind.cache_shape(tokens), dtype=kind.cache)
