@@ -56,7 +56,7 @@ def test_spec_outside_the_configuration_uses_the_latest(engine):
 
 def test_spec_before_any_configuration_is_an_error(engine):
     engine.configure(None)
-    with pytest.raises(RuntimeError, match="before it made a layer"):
+    with pytest.raises(RuntimeError, match="before it created a layer"):
         engine.ours.KvstrataBackend.customize_spec(spec_of(engine))
 
 
@@ -142,7 +142,7 @@ def test_metadata_of_a_mixed_batch(engine):
     assert (chunk.max_seqlen_k, chunk.total_tokens, chunk.exact, chunk.prefix) == (96, 96, True, True)
     assert batch.rows is None
     common.causal = False
-    with pytest.raises(ValueError, match="not causal"):
+    with pytest.raises(ValueError, match="non-causal"):
         builder_of(engine).build(0, common)
 
 
@@ -318,7 +318,7 @@ class Registry(ModuleType):
 
 @pytest.mark.parametrize(
     ("before", "after", "warning"),
-    [(None, VLLM_BACKEND, ""), (VLLM_BACKEND, VLLM_BACKEND, ""), ("a.B", "a.B", "is a.B already")],
+    [(None, VLLM_BACKEND, ""), (VLLM_BACKEND, VLLM_BACKEND, ""), ("a.B", "a.B", "is already a.B")],
 )
 def test_plugin_registers_once_and_keeps_others(monkeypatch, caplog, before, after, warning):
     registry = Registry(before)
