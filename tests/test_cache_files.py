@@ -119,7 +119,7 @@ def rewritten(path, change) -> None:
     [
         (lambda m, t: m.update(version="2"), "version: expected 1, got '2'"),
         (lambda m, t: m.update(meaning="[]"), "meaning"),
-        (lambda m, t: m.update(meaning="{"), "not a whole"),
+        (lambda m, t: m.update(meaning="{"), "not a complete"),
         (lambda m, t: t.pop("count"), "count: missing"),
         (lambda m, t: t["count"].add_(1), "count"),
         (lambda m, t: t["count"].neg_(), "count"),
