@@ -82,3 +82,18 @@ def test_empty_and_broken_rows_stay_finite(value: float):
     assert own.isfinite().all()
     assert count.tolist() == [36]
     assert (own == 1).all()
+
+
+def test_one_format_balances_only_heads_that_gain_much():
+    """Tiers give tokens with attention wider codes; without them a small expected gain may be a loss."""
+    torch.manual_seed(0)
+    k, q = torch.randn(2, 1, 2, 200, DIM)
+    k[:, 0, :, 0] *= 3.0  # a head with little to gain
+    k[:, 1, :, 0] *= 100.0  # and one with much
+    real = torch.ones(1, 200, dtype=torch.bool)
+    tiers, _ = balance.from_prompt(q, k, real, (), False)
+    single, _ = balance.from_prompt(q, k, real, (), False, has_tiers=False)
+    assert tiers[0, 0, 0] > 1
+    assert (single[0, 0] == 1).all()
+    assert torch.equal(single[0, 1], tiers[0, 1])
+    assert single[0, 1, 0] > 4

@@ -4,6 +4,9 @@ A prompt attends with the model's own function before it is stored, so its queri
 tokens are enough: the balance is a fourth root, rounded to a power of two. The first tokens are left out if there are
 others, because the K of attention sinks is atypical. A shorter prompt uses the rows of ``q_proj`` and ``k_proj``,
 assuming inputs of unit variance.
+
+The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
+receive attention are wide. With one format for all, some heads get worse, so only those with much to gain are balanced.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ MOST = 512  # maximum number of tokens used
 AHEAD = 2048  # horizon: positions over which energies are averaged
 PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
 LEAST = 1 / 32  # lower bound of a channel's share of its pair's energy
+WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which one format is balanced
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
@@ -61,6 +65,7 @@ def from_prompt(
     real: torch.Tensor,
     rope: Sequence[float],
     is_interleaved: bool | None,
+    has_tiers: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Balance of each row, float32 ``[rows, kv_heads, D]``, and number of its tokens that were used, ``[rows]``.
 
@@ -69,10 +74,16 @@ def from_prompt(
         real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are used.
         rope: radians per position of K's rotated channel pairs, empty for none.
         is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
+        has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
     """
     k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
     pairs = 0 if is_interleaved is None else len(rope)
-    return pair_balance(k_square, q_square, pairs, bool(is_interleaved)), count
+    own = pair_balance(k_square, q_square, pairs, bool(is_interleaved))
+    if has_tiers:
+        return own, count
+    noise = (k_square / own.square()).sum(-1) * (q_square * own.square()).sum(-1)
+    gains = noise <= WORTH * k_square.sum(-1) * q_square.sum(-1)
+    return torch.where(gains.unsqueeze(-1), own, 1.0), count
 
 
 def load_kernels(

@@ -215,7 +215,7 @@ class StrataLayer(CacheLayerMixin):
         first = slice(balance.columns_needed(self._new_columns(query.shape[2])))
         present = self._all(query) if real is None else real
         own, counts = balance.from_prompt(
-            query.detach()[:, :, first], key.detach()[:, :, first], present, cache.rope, turned
+            query.detach()[:, :, first], key.detach()[:, :, first], present, cache.rope, turned, self.owner.uses_mass
         )
         if query.shape[2] <= balance.SINKS + balance.ENOUGH:
             by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)

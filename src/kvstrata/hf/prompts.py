@@ -224,7 +224,8 @@ class Prompts:
             query = first[begin : begin + step].flatten(0, 1)
             key = by_head[begin * rows : (begin + step) * rows, :, :count]
             many = len(query) // rows
-            own, _ = balance.from_prompt(query, key, real.repeat(many, 1), cache.rope, settings.is_interleaved)
+            present, has_tiers = real.repeat(many, 1), settings.limit is not None
+            own, _ = balance.from_prompt(query, key, present, cache.rope, settings.is_interleaved, has_tiers)
             power = exponents(own).unflatten(0, (many, rows)).transpose(0, 1)
             cache.balance[:rows, layers[begin] : layers[begin] + many] = power
 

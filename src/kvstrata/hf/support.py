@@ -75,7 +75,7 @@ def slides(config: Any, place: int, layer: Any) -> bool:
 
 
 def why_plain(config: Any, place: int, layer: Any) -> str:
-    """What a layer of a DynamicCache is that is not compressed."""
+    """Kind of a DynamicCache layer that is not compressed, in words."""
     window = getattr(layer, "sliding_window", None)
     if not window:
         return type(layer).__name__
