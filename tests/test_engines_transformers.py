@@ -201,7 +201,7 @@ def test_other_models_and_later_calls_are_unaffected() -> None:
 def test_unsupported_formats_models_and_calls_raise() -> None:
     model = make("llama")
     with (
-        pytest.raises(ValueError, match="expected K<bits>V<bits> such as 'K4V2', got '16'"),
+        pytest.raises(ValueError, match="format: expected K and V of 8, 4, 3 or 2 bits such as 'K4V4', got '16'"),
         packed_batching(model, "16"),
     ):
         pass

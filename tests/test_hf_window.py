@@ -191,7 +191,7 @@ def test_which_windows_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch)
     assert StrataCache(model.config).plain_layers == {0: f"sliding window of {W}"}
     chunked = Llama4TextConfig(**SIZES, head_dim=32, attention_chunk_size=512, num_local_experts=2)
     chunked._attn_implementation = "sdpa"
-    with pytest.warns(UserWarning, match="compresses no layer of this model: sliding window of 512"):
+    with pytest.warns(UserWarning, match="compresses no layer of this model: chunked attention of 512"):
         cache = StrataCache(chunked)
     assert not cache.window_layers
-    assert set(cache.plain_layers.values()) == {"sliding window of 512"}
+    assert set(cache.plain_layers.values()) == {"chunked attention of 512"}
