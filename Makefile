@@ -39,7 +39,7 @@ help:
 	@echo
 	@echo "  make demo    a small model answers with a cache at a quarter of the bytes, and with the 16-bit cache"
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
-	@echo "               CUDA kernels are compiled and inspected     ARGS='-k padding -x' narrows it"
+	@echo "               CUDA kernels in an emulator                 ARGS='-k padding -x' narrows it"
 	@echo "  make test-oldest  StrataCache and generate with the oldest transformers that is supported"
 	@echo "  make gates   after a change of a kernel: note its registers, so that tests need not compile it again"
 	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -68,17 +70,22 @@ SMALL = dict(budget=0.5, page_tokens=16, recent_tokens=16, sink_tokens=2)  # set
 EXACT = dict(SMALL, dtype=torch.float32)
 
 
+def sharpen(model: Any) -> Any:
+    """Scale the weights of a new model, so that its attention is not nearly uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+            if parameter.dim() == 1 and not parameter.any():
+                parameter.normal_()
+    return model
+
+
 def make(name: str, seed: int = 0):
     torch.manual_seed(seed)
     config = FAMILIES[name]()
     eager = name in ("gemma2", "gpt-oss")  # softcap and sinks
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # attention that is not nearly uniform
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-            if parameter.dim() == 1 and not parameter.any():
-                parameter.normal_()
-    return model
+    return sharpen(model)
 
 
 def prompt(rows: int, columns: int, seed: int = 1) -> torch.Tensor:

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 
-from hf_model import EXACT, SIZES, prompt
+from hf_model import EXACT, SIZES, prompt, sharpen
 from kvstrata import prefill_attention_cached
 from kvstrata.attention import cache_warmup
 from kvstrata.attention.prefill_cached import staging_triton
@@ -43,12 +43,7 @@ def make(kind: str) -> Any:
     torch.manual_seed(0)
     eager = "eager" if kind in ("softcap", "sinks") else "sdpa"
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=eager).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # attention that is not nearly uniform
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-            if parameter.dim() == 1 and not parameter.any():
-                parameter.normal_()
-    return model
+    return sharpen(model)
 
 
 class Seen:

@@ -14,20 +14,10 @@ from kvstrata import PagedCache, TieredCache, decode_attention, prefill_attentio
 from kvstrata.attention.prefill_cached import triton as cached_triton
 from kvstrata.attention.prefill_cached.job import CachedJob
 from kvstrata.layout.unpack_triton import load_levels, page_levels, whole_pages
+from prefill_backends import choose_backend, each_backend
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-# On Hopper the backend has a second kernel, prefill_cached/gluon.py: portable is Triton without it.
-each_backend = pytest.mark.parametrize("backend", ["reference", "triton", "portable"], indirect=True)
-
-
-@pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param != "portable":
-        return request.param
-    if INTERPRETED:
-        pytest.skip("under the interpreter there is no other kernel")
-    monkeypatch.setattr(cached_triton, "_specialized", lambda job: False)
-    return "triton"
+backend = pytest.fixture(choose_backend)
 
 
 def few(backend: str, chosen: bool) -> None:

@@ -9,20 +9,10 @@ from conftest import HAS_GPU
 from decode_model import DEVICE, EPS, INTERPRETED, filled, poison_tails, tokens_of
 from kvstrata import PagedCache, TieredCache, prefill_attention_cached
 from kvstrata.attention.prefill_cached import triton as cached_triton
+from prefill_backends import choose_backend, each_backend
 
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-each_backend = pytest.mark.parametrize("backend", ["reference", "triton", "portable"], indirect=True)
-
-
-@pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Portable is Triton without the kernel for Hopper."""
-    if request.param != "portable":
-        return request.param
-    if INTERPRETED:
-        pytest.skip("under the interpreter there is no other kernel")
-    monkeypatch.setattr(cached_triton, "_specialized", lambda job: False)
-    return "triton"
+backend = pytest.fixture(choose_backend)
 
 
 @pytest.fixture(autouse=True)
