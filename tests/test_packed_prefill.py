@@ -11,6 +11,7 @@ import torch
 from conftest import HAS_GPU
 from kvstrata import Format, prefill_packed
 from kvstrata.attention.packed_prefill import job as packed_job
+from kvstrata.attention.packed_prefill import repeat
 from kvstrata.attention.packed_prefill import split_triton as split
 from kvstrata.attention.packed_prefill import triton as packed_triton
 from packed_model import DEVICE, Batch, calibration_of
@@ -247,8 +248,8 @@ def test_short_chunks_attend_in_parts(options: dict, monkeypatch: pytest.MonkeyP
     """Fewer tiles than multiprocessors: the prefix is cut, and the parts are merged by their log-sum-exp."""
     monkeypatch.setattr(split, "SHORTEST", 16)
     monkeypatch.setattr(split, "ALIGNED", 16)
-    monkeypatch.setattr(split, "EAGER", 0)
-    monkeypatch.setattr(packed_triton, "processors_of", lambda device: (13, False))
+    for module in (packed_triton, repeat):
+        monkeypatch.setattr(module, "processors_of", lambda device: (13, False))
     chunk = Chunk(Format.parse("K8V8", 64, 16), [117], [7], dtype=torch.float16)
     q = chunk.queries([7], 2)
     job = SimpleNamespace(tensors=chunk, options=SimpleNamespace(sliding_window=None))
@@ -264,3 +265,18 @@ def test_short_chunks_attend_in_parts(options: dict, monkeypatch: pytest.MonkeyP
     assert len(calls) == 1
     chunk.compare(result, q, [7], options)
     assert torch.equal(prefill_packed(*arguments, backend="triton", **options), result.out)
+    # Bounds from the host: on a GPU the second call repeats the launches of the first, all of them under capture too.
+    bounds = dict(max_seqlen_q=7, max_seqlen_k=117, total_tokens=117, exact_lengths=True, return_lse=True)
+    for _ in range(2):
+        again = prefill_packed(*arguments, backend="triton", **bounds, **options)
+        assert torch.equal(again.out, result.out)
+        assert torch.equal(again.lse, result.lse)
+    assert len(calls) == (3 if DEVICE.type == "cuda" else 4)
+    if DEVICE.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = prefill_packed(*arguments, backend="triton", **bounds, **options)
+        captured.out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured.out, result.out)
+        assert len(calls) == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstrata import Format
-from kvstrata.attention.packed_prefill import repeat
+from kvstrata.attention.packed_prefill import repeat, split_triton
 from kvstrata.attention.packed_prefill import triton as packed_triton
 from kvstrata.attention.packed_prefill.job import Job, Options, Tensors, check
 from kvstrata.attention.packed_repeat import KnownCall, Recent
@@ -94,6 +94,38 @@ def test_kept_launches_get_the_same_arguments(
     assert attention.q.shape[:-2] == ((2, 12) if exact else (17,))
     assert attention.k.shape[:-2] == ((2, 42) if exact else (77,))
     assert (attention.cu_seqlens_k is None) == exact
+
+
+def test_kept_launches_of_a_split_prefix(launches: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of parts, the rest with the causal mask, and their merge, from the same memory."""
+    for name in ("SHORTEST", "ALIGNED"):
+        monkeypatch.setattr(split_triton, name, 16)
+    for module in (packed_triton, repeat):
+        monkeypatch.setattr(module, "processors_of", lambda device: (13, False))
+    monkeypatch.setattr(split_triton, "merge_kernel", Kernel(split_triton.merge_kernel, launches))
+    attended: list[tuple] = []
+    monkeypatch.setattr(split_triton, "prepare", lambda *job: lambda *other: attended.append(other))
+    job, other = (job_of([7], 110, seed, exact_lengths=True, softcap=4.0) for seed in range(2))
+    packed_triton.run(job, "reference")
+    kept = repeat.Repeat(job)
+    assert kept.complete
+    launches.clear()
+    packed_triton.run(other, "reference")
+    wanted, launches[:] = list(launches), []
+    out, lse = kept.run((*other.tensors, None))
+    assert lse is None
+    far, near = attended
+    assert (far[0].q.shape, far[0].k.shape) == ((3, 7, 4, 64), (3, 32, 2, 64))
+    assert torch.equal(far[0].q, other.tensors.q.expand(3, -1, -1, -1))
+    assert near[0].q.data_ptr() == other.tensors.q.data_ptr()
+    assert near[0].k.shape == (1, 21, 2, 64)
+    assert near[0].k.data_ptr() == far[0].k.data_ptr() + far[0].k.nbytes
+    assert [x[0].causal for x in attended] == [False, True]
+    assert [x[0].softcap for x in attended] == [4.0, 4.0]
+    merged, checked = launches[-1], wanted[-1]
+    assert merged[1:6] == (*(x.data_ptr() for x in (*far[1:], *near[1:])), out.data_ptr())
+    assert merged[7:] == checked[7:]  # sizes, strides and constants
+    assert merged[0] == checked[0]
 
 
 def absent(job: Job) -> list[int]:

@@ -1,7 +1,7 @@
 """Kept launches of `prefill_packed`, for calls with the same signature: nothing is checked or chosen again.
 
 The call of a layer has the shapes and lengths of the previous layer. Only memory for rows and output remains, and two
-launches (unpacking, attention), or three if requests differ in length.
+launches (unpacking, attention), or three if requests differ in length. A split prefix takes five.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstrata.attention.prefill.op import prepare
 from kvstrata.attention.prefill_cached.staging_triton import stage_warps
 
 from .job import Job, Result, Tensors, padded_dim
-from .split_triton import parts_of
+from .split_triton import KeptParts, parts_of
 from .triton import Bounds, bounds_of, heads_at_once, sums_kernel, unpack_kernel, unpack_of
 
 WORKSPACE = Tensors._fields.index("workspace")
@@ -31,7 +31,7 @@ def _address(x: torch.Tensor | None) -> int:
 
 
 def keeps(job: Job) -> bool:
-    """True if launches can be kept: bounds from the host, all KV heads at once, unpadded rows, and no split prefix."""
+    """True if launches can be kept: bounds from the host, all KV heads at once, unpadded rows."""
     options, t, dim = job.options, job.tensors, job.format.head_dim
     if None in (options.max_seqlen_q, options.max_seqlen_k, options.total_tokens):
         return False
@@ -40,10 +40,7 @@ def keeps(job: Job) -> bool:
         return False
     if t.sinks is not None and t.sinks.dtype != torch.float32:
         return False
-    if heads_at_once(job, bounds.total) < job.blocks.kv_heads:
-        return False
-    multiprocessors = processors_of(t.q.device)[0]
-    return not (bounds.dense(job) and parts_of(job, bounds.max_q, bounds.max_k, t.q.shape[1], multiprocessors))
+    return heads_at_once(job, bounds.total) >= job.blocks.kv_heads
 
 
 class Repeat:
@@ -66,8 +63,16 @@ class Repeat:
         self.numbers, self.signs = one.numbers, one.tensors[11]
         arguments = (*one.tensors, *one.numbers)
         self.unpack = launched(unpack_kernel, one.grid, arguments, one.constants, num_warps=stage_warps(dim))
-        self.attend = prepare(*self._attention(given, k, v, out, lse, cu_k))
-        found = self.unpack is not None and self.attend is not None
+        multiprocessors, heads = processors_of(t.q.device)[0], t.q.shape[1]
+        parts = parts_of(job, bounds.max_q, bounds.max_k, heads, multiprocessors) if self.dense else None
+        self.in_parts: KeptParts | None = None
+        if parts is None:
+            self.attend = prepare(*self._attention(given, k, v, out, lse, cu_k))
+            found = self.attend is not None
+        else:
+            self.in_parts = KeptParts(parts, scale, options.softcap, t.q, k[0], v[0], t.sinks, out, lse)
+            found = self.in_parts.complete
+        found = found and self.unpack is not None
         self.complete = found and (self.sums is not None or not self.own_sums)
 
     def _find_sums(self, job: Job, bounds: Bounds) -> None:
@@ -111,5 +116,8 @@ class Repeat:
             *[_address(given[i]) for i in BEFORE], self.signs.data_ptr(), *[_address(given[i]) for i in BEHIND],
             *self.numbers,
         )  # fmt: skip
-        self.attend(*self._attention(given, k, v, out, lse, cu_k))  # type: ignore[misc]
+        if self.in_parts is None:
+            self.attend(*self._attention(given, k, v, out, lse, cu_k))  # type: ignore[misc]
+        else:
+            self.in_parts.run(given[0], k[0], v[0], given[9], out, lse)
         return out, lse

@@ -15,15 +15,16 @@ import triton
 import triton.language as tl
 
 from kvstrata.attention.output import AttentionOutput
-from kvstrata.attention.prefill.launch import launch
-from kvstrata.attention.prefill.op import prefill_attention
+from kvstrata.attention.prefill.job import PrefillJob
+from kvstrata.attention.prefill.launch import launch, launched
+from kvstrata.attention.prefill.op import prefill_attention, prepare
 
 from .job import Job
 
 TILE = 128  # queries per tile
-SHORTEST = 512  # minimum keys per part
+SHORTEST = 1024  # minimum keys per part
 ALIGNED = 128  # parts begin at multiples of this many keys
-EAGER = 32768  # minimum keys to split outside a graph, where the host is the bottleneck
+BLOCK = 4  # rows that a program of merge_kernel merges
 
 
 class Parts(NamedTuple):
@@ -39,9 +40,6 @@ def parts_of(job: Job, new: int, total: int, heads: int, processors: int) -> Par
     All queries see all keys before the chunk, unless there is a window.
     """
     if job.tensors.seq_lens.shape[0] != 1 or job.options.sliding_window is not None or new == 0:
-        return None
-    captured = job.tensors.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
-    if total < EAGER and not captured:
         return None
     count = processors // (heads * -(-new // TILE))
     count = min(count, (total - new) // SHORTEST)
@@ -80,6 +78,33 @@ def merge_kernel(
         tl.store(lse_ptr + row, top + tl.log(total), mask=live)
 
 
+class Merge(NamedTuple):
+    """A launch of `merge_kernel`: its grid, tensors, numbers and constants."""
+
+    grid: tuple[int, int, int]
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def _merge_of(
+    parts: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> Merge:  # fmt: skip
+    """Launch that merges the outputs and lse of the parts with those of the rest."""
+    new, heads, dim = out.shape
+    wide = triton.next_power_of_2(dim)
+    constants = dict(PARTS=len(parts[0]), HEADS=heads, DIM=dim, WIDE=wide, BLOCK=BLOCK, LSE=lse is not None)
+    tensors = (*parts, *own, out, out if lse is None else lse)
+    return Merge((-(-new * heads // BLOCK), 1, 1), tensors, (new * heads, *out.stride()[:2]), constants)
+
+
+def _cut(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the parts as a batch, and the rest as a batch of one."""
+    count, length = parts
+    return x[: count * length].unflatten(0, (count, length)), x[count * length :].unsqueeze(0)
+
+
 def attend_in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Parts, out: torch.Tensor, return_lse: bool,
     scoring: dict[str, Any],
@@ -89,18 +114,51 @@ def attend_in_parts(
     Writes to ``out`` in q's shape, with an inner stride of 1, and returns the lse ``[new, heads]`` if requested.
     ``scoring``: further arguments of `prefill_attention`; sinks count once, with the last keys.
     """
-    (new, heads, dim), (count, length) = q.shape, parts
-    first = [x[: count * length].unflatten(0, (count, length)) for x in (k, v)]
-    queries = q.expand(count, -1, -1, -1).contiguous()
-    far = prefill_attention(queries, *first, causal=False, return_lse=True, **scoring | dict(sinks=None))
-    rest = [x[count * length :].unsqueeze(0) for x in (k, v)]
-    near = prefill_attention(q.unsqueeze(0), *rest, return_lse=True, **scoring)
+    (first_k, rest_k), (first_v, rest_v) = _cut(k, parts), _cut(v, parts)
+    queries = q.expand(parts.number, -1, -1, -1).contiguous()
+    far = prefill_attention(queries, first_k, first_v, causal=False, return_lse=True, **scoring | dict(sinks=None))
+    near = prefill_attention(q.unsqueeze(0), rest_k, rest_v, return_lse=True, **scoring)
     assert isinstance(far, AttentionOutput)
     assert isinstance(near, AttentionOutput)
-    lse = torch.empty((new, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    rows, block = new * heads, 4
-    constants = dict(PARTS=count, HEADS=heads, DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK=block, LSE=return_lse)
-    tensors = (far.out, far.lse, near.out, near.lse, out, out if lse is None else lse)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    merge = _merge_of((far.out, far.lse), (near.out, near.lse), out, lse)  # type: ignore[arg-type]
     with torch.cuda.device_of(q):
-        launch(merge_kernel, (-(-rows // block), 1, 1), (*tensors, rows, *out.stride()[:2]), constants, num_warps=4)
+        launch(merge_kernel, merge.grid, (*merge.tensors, *merge.numbers), merge.constants, num_warps=4)
     return lse
+
+
+class KeptParts:
+    """Launches of `attend_in_parts` for calls with one signature; ``complete`` is True if all were found."""
+
+    def __init__(
+        self, parts: Parts, scale: float, softcap: float | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self.parts, self.scale, self.softcap = parts, scale, softcap
+        far, near, merge = self._calls(q, k, v, sinks, out, lse)
+        self.far, self.near, self.numbers = prepare(*far), prepare(*near), merge.numbers
+        arguments = (*merge.tensors, *merge.numbers)
+        self.merge = launched(merge_kernel, merge.grid, arguments, merge.constants, num_warps=4)
+        self.complete = None not in (self.far, self.near, self.merge)
+
+    def _attention(self, q: Any, k: Any, v: Any, causal: bool, sinks: torch.Tensor | None) -> tuple[Any, ...]:
+        """Job of an attention, memory of its output and of its lse."""
+        job = PrefillJob(
+            q, k, v, None, None, q.shape[1], k.shape[1], causal, self.scale, None, self.softcap, sinks, True
+        )
+        return job, *job.outputs()
+
+    def _calls(self, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any) -> tuple[Any, Any, Merge]:
+        """Attention to the parts and to the rest, and their merge."""
+        (first_k, rest_k), (first_v, rest_v) = _cut(k, self.parts), _cut(v, self.parts)
+        queries = q.expand(self.parts.number, -1, -1, -1).contiguous()
+        far = self._attention(queries, first_k, first_v, False, None)
+        near = self._attention(q.unsqueeze(0), rest_k, rest_v, True, sinks)
+        return far, near, _merge_of(far[1:], near[1:], out, lse)
+
+    def run(self, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any) -> None:
+        """Run a call with the same signature."""
+        far, near, merge = self._calls(q, k, v, sinks, out, lse)
+        self.far(*far)  # type: ignore[misc]
+        self.near(*near)  # type: ignore[misc]
+        self.merge(*[x.data_ptr() for x in merge.tensors], *self.numbers)  # type: ignore[misc]
