@@ -6,6 +6,7 @@
 // same scan and write different parts.
 #include "page.cuh"
 #include "pdl.cuh"
+#include "warp.cuh"
 #include "work.cuh"
 
 constexpr int kThreads = 1024, kAhead = 4;  // kAhead: stages per lane whose pages are looked up together
@@ -32,13 +33,30 @@ struct Params {
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
 };
 
-// a / b, both at least 0. Most costs fit 32 bits, whose division is a few instructions instead of a call.
-__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+// a / b, both at least 0. Most costs fit 32 bits, whose division is a few instructions instead of a call. Not inlined,
+// as loops below are not unrolled: the list is short, and its time is that of fetching this kernel's code.
+__device__ __noinline__ i64 quotient(i64 a, i64 b) {
   return (a | b) >> 31 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
 }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ i64 ceil_div(i64 a, i64 b) { return quotient(a + b - 1, b); }
+
+// Divides numbers of at least 0 by `by`, with one division when it is made.
+struct Divider {
+  unsigned by, inverse;
+
+  __device__ __forceinline__ explicit Divider(int divisor) : by(max(divisor, 1)), inverse(~0u / by) {}
+
+  // x / by, and the remainder. The product of x and the inverse is at most 1 less than the quotient.
+  __device__ __forceinline__ int operator()(int x, int& rest) const {
+    unsigned q = static_cast<unsigned>(static_cast<unsigned long long>(static_cast<unsigned>(x)) * inverse >> 32);
+    unsigned r = x - q * by;
+    if (r >= by) r -= by, q++;
+    rest = r;
+    return q;
+  }
+};
 
 // Sums over buckets of stages. Costs of a large layer do not fit 32 bits.
 struct Sums {
@@ -51,7 +69,7 @@ struct Sums {
 
 // Inclusive sums over the lanes of a warp.
 __device__ __forceinline__ Sums scan_warp(Sums x) {
-#pragma unroll
+#pragma unroll 1
   for (int d = 1; d < 32; d *= 2) {
     const Sums before = {__shfl_up_sync(~0u, x.stages, d), __shfl_up_sync(~0u, x.cost, d), __shfl_up_sync(~0u, x.other, d)};
     if ((threadIdx.x & 31) >= d) x.add(before);
@@ -88,14 +106,15 @@ __device__ __forceinline__ Sums measure(const Params& p, const int* count, int t
   return {stages, cost, p.fixed_cost ? ceil_div(cost, static_cast<i64>(p.fixed_cost)) : few};
 }
 
-__device__ __forceinline__ const int* counts_of(const Params& p, int layer, int head_cache) {
-  const int row = head_cache / p.kv_heads, request = p.requests ? p.requests[row] : row;
-  const int head = p.page_bytes ? 0 : head_cache % p.kv_heads;  // plain pages: one length for all heads
+__device__ __forceinline__ const int* counts_of(const Params& p, int layer, int row, int head) {
+  const int request = p.requests ? p.requests[row] : row;
+  if (p.page_bytes) head = 0;  // plain pages: one length for all heads
   return p.count + request * p.count_request + layer * p.count_layer + head * p.tiers;
 }
 
 // True if an earlier row that gives mass has the same page. Owners of a page have it at the same index of their lists.
 __device__ __forceinline__ bool spoken_for(const Params& p, int layer, int row, i64 place, int handle) {
+#pragma unroll 1
   for (int r = 0; r < row; r++)
     if (p.weights[layer * (p.rows + 1) + r] &&
         p.table[(p.requests ? p.requests[r] : r) * p.table_request + layer * p.table_layer + place] == handle)
@@ -121,21 +140,34 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * head_caches;
   extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
-  // Buckets in list order; each thread takes consecutive ones.
-  Sums own = {0, 0, 0}, total;
+  const Divider by_head_caches(head_caches), by_kv_heads(p.kv_heads);
+  const int lane = threadIdx.x & 31, first_of_warp = part_first + (threadIdx.x >> 5);
+  if (lane < p.tiers && first_of_warp < part_end && !p.page_bytes) {  // their pages are looked up after the scan
+    int head;
+    const int row = by_kv_heads(first_of_warp, head), request = p.requests ? p.requests[row] : row;
+    fetch_ahead(p.table + request * p.table_request + layer * p.table_layer +
+                (static_cast<i64>(head) * p.tiers + lane) * p.max_pages);
+  }
+
+  // Buckets in list order; each thread takes consecutive ones. The first pass adds up those of a thread, the second
+  // writes where each begins.
+  Sums base = {0, 0, 0}, total;
+  bool few = false;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
-  const auto sums_of = [&](int bucket) {
-    return measure(p, counts_of(p, layer, bucket % head_caches), bucket / head_caches);
-  };
-  for (int bucket = first; bucket < end; bucket++) own.add(sums_of(bucket));
-  Sums base = scan(own, total);
-  const bool few = !p.fixed_cost && total.stages <= p.few, by_other = few || p.fixed_cost;
-  for (int bucket = first; bucket < end; bucket++) {
-    const int head_cache = bucket % head_caches;
-    if (head_cache >= part_first && head_cache < part_end)
-      bases[bucket / head_caches * per_part + head_cache - part_first] = {by_other ? base.other : base.cost,
-                                                                         base.stages};
-    base.add(sums_of(bucket));
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {
+#pragma unroll 1
+    for (int bucket = first; bucket < end; bucket++) {
+      int head_cache, head;
+      const int tier = by_head_caches(bucket, head_cache), row = by_kv_heads(head_cache, head);
+      if (pass && head_cache >= part_first && head_cache < part_end)
+        bases[tier * per_part + head_cache - part_first] = {few || p.fixed_cost ? base.other : base.cost, base.stages};
+      base.add(measure(p, counts_of(p, layer, row, head), tier));
+    }
+    if (!pass) {
+      base = scan(base, total);
+      few = !p.fixed_cost && total.stages <= p.few;
+    }
   }
   __syncthreads();
 
@@ -143,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   const int begin_cost = few ? p.few_begin : p.begin_cost;
   const i64 all = few ? total.other : total.cost;
   i64 largest = 1;
+#pragma unroll 1
   for (int t = 0; t < p.tiers; t++) largest = max(largest, static_cast<i64>(costs[t]));
   // One stage per chunk if there are that few; else at least two, since some chunks would get two anyway.
   const i64 share = ceil_div(all, static_cast<i64>(p.most));
@@ -151,72 +184,86 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   // Adjacent chunks go to one multiprocessor, equally many to each: index of a chunk by its number, and the inverse.
   const int each = ceil_div(used, p.multiprocessors);
   const bool spread = !p.fixed_cost && each < p.workers;
-  const auto place_of = [&](int chunk) { return spread ? chunk / each * p.workers + chunk % each : chunk; };
+  const Divider by_each(each), by_workers(p.workers), by_units(p.units);
+  const auto place_of = [&](int chunk) {
+    int in_turn;
+    const int turn = by_each(chunk, in_turn);
+    return spread ? turn * p.workers + in_turn : chunk;
+  };
   if (blockIdx.y == 0) {
+#pragma unroll 1
     for (int index = threadIdx.x; index < p.most; index += kThreads) {
-      const int in_turn = index % p.workers, chunk = spread ? index / p.workers * each + in_turn : index;
+      int in_turn;
+      const int turn = by_workers(index, in_turn), chunk = spread ? turn * each + in_turn : index;
       if (chunk >= used || (spread && in_turn >= each)) parts[index].begin = parts[index].end = 0;
     }
     if (used && threadIdx.x == 0) parts[place_of(used - 1)].end = total.stages;
   }
 
-  const int lane = threadIdx.x & 31;
-  for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
-    const int* count = counts_of(p, layer, u);
-    const int row = u / p.kv_heads, request = p.requests ? p.requests[row] : row;
-    const int head = u % p.kv_heads;
+#pragma unroll 1
+  for (int u = first_of_warp; u < part_end; u += kThreads / 32) {
+    int head;
+    const int row = by_kv_heads(u, head), request = p.requests ? p.requests[row] : row;
+    const int* count = counts_of(p, layer, row, head);
     const i64 lists = p.page_bytes ? 0 : static_cast<i64>(head) * p.tiers * p.max_pages;
     const int* table = p.table + request * p.table_request + layer * p.table_layer + lists;
     const bool shares = p.weights && p.state[1] && p.weights[layer * (p.rows + 1) + row];
+#pragma unroll 1
     for (int t = 0; t < p.tiers; t++) {
       const Base before = bases[t * per_part + u - part_first];
       const int first_stage = before.stages, chunk = p.fixed_cost ? before.cost : 0;
       const i64 begin = p.fixed_cost ? 0 : before.cost;
       const int tokens = held(p, count, t), step = p.stage_tokens[t], n = ceil_div(tokens, step), price = costs[t];
-      const int per_page = p.page_tokens / step;
-      const auto place_of_page = [&](int i) { return static_cast<i64>(t) * p.max_pages + i / per_page; };
-      const auto slab_of = [&](int handle) { return p.page_bytes ? p.plain : p.slabs[handle / p.units]; };
-      const auto stage_of = [&](int i, int handle, unsigned long long slab) {
-        const int part = i % per_page;
+      const Divider by_page(p.page_tokens / step);  // stages of a page
+      const auto place_of_page = [&](int i, int& part) { return static_cast<i64>(t) * p.max_pages + by_page(i, part); };
+      const auto stage_of = [&](int i, int part, int handle) {
         Stage stage;
-        if (p.page_bytes) stage.page = slab + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
-        else stage.page = slab + static_cast<unsigned long long>(handle % p.units) * kUnitBytes;
+        if (p.page_bytes) {
+          stage.page = p.plain + handle * p.page_bytes + head * p.head_bytes + part * step * p.row_bytes;
+        } else {
+          int unit;
+          const int slab = by_units(handle, unit);
+          stage.page = p.slabs[slab] + static_cast<unsigned long long>(unit) * kUnitBytes;
+        }
         stage.bucket = t * head_caches + u;
         stage.meta = meta_of(min(tokens - i * step, step), t, p.page_bytes ? i : part);
         return stage;
       };
-      if (n <= 32 && lane < n) {
-        const int handle = table[place_of_page(lane)];
-        stages[first_stage + lane] = stage_of(lane, handle, slab_of(handle));
-      }
-      for (int i = lane; n > 32 && i < n; i += 32 * kAhead) {
-        int handle[kAhead];
-        unsigned long long slab[kAhead];
+#pragma unroll 1
+      for (int i = lane; i < n; i += 32 * kAhead) {
+        int handle[kAhead], part[kAhead];
+        Stage stage[kAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; j++) handle[j] = table[place_of_page(min(i + 32 * j, n - 1))];
+        for (int j = 0; j < kAhead; j++) handle[j] = table[place_of_page(min(i + 32 * j, n - 1), part[j])];
 #pragma unroll
-        for (int j = 0; j < kAhead; j++) slab[j] = slab_of(handle[j]);
+        for (int j = 0; j < kAhead; j++) stage[j] = stage_of(i + 32 * j, part[j], handle[j]);
 #pragma unroll
         for (int j = 0; j < kAhead; j++)
-          if (i + 32 * j < n) stages[first_stage + i + 32 * j] = stage_of(i + 32 * j, handle[j], slab[j]);
+          if (i + 32 * j < n) stages[first_stage + i + 32 * j] = stage[j];
       }
-      const auto has_owner = [&](int i, int handle) {
-        return spoken_for(p, layer, row, lists + place_of_page(i), handle);
-      };
-      if (shares)
-        for (int i = lane; i < n; i += 32)
-          if (has_owner(i, table[place_of_page(i)])) stages[first_stage + i].meta |= kSpokenFor;
+      const auto has_owner = [&](i64 place, int handle) { return spoken_for(p, layer, row, lists + place, handle); };
+      int part;  // of its page
+      if (shares) {
+#pragma unroll 1
+        for (int i = lane; i < n; i += 32) {
+          const i64 place = place_of_page(i, part);
+          if (has_owner(place, table[place])) stages[first_stage + i].meta |= kSpokenFor;
+        }
+      }
       // A chunk begins with the stage in which its share of the cost begins. No stage alone costs more than a share; the
       // first of a bucket, with the cost of starting it, may, and then the chunks before it are empty.
       const i64 after = n ? begin + begin_cost : begin, whole = after + static_cast<i64>(n) * price;
+#pragma unroll 1
       for (i64 c = ceil_div(begin, size) + lane; c * size < whole; c += 32) {
         const int i = quotient(max(c * size - after, 0ll), price), number = chunk + c;
-        Chunk& part = parts[place_of(number)];
-        const int handle = table[place_of_page(i)];
-        part.first = stage_of(i, handle, slab_of(handle));
-        if (shares && has_owner(i, handle)) part.first.meta |= kSpokenFor;
-        part.begin = first_stage + i;
-        part.number = number;
+        Chunk& of = parts[place_of(number)];
+        const i64 place = place_of_page(i, part);
+        const int handle = table[place];
+        Stage stage = stage_of(i, part, handle);
+        if (shares && has_owner(place, handle)) stage.meta |= kSpokenFor;
+        of.first = stage;
+        of.begin = first_stage + i;
+        of.number = number;
         if (number) parts[place_of(number - 1)].end = first_stage + i;
       }
       if (lane == 0) {

@@ -30,10 +30,9 @@ SANITIZER_TRIALS = (6, 3)  # trials under a tool
 SECONDS = 420  # seconds per process
 FLAGS = ("--target-processes", "all", "--report-api-errors", "no", "--error-exitcode", "86")
 # Triton passes values to warps of warp_specialize between barriers that racecheck does not know.
-TOOL_FLAGS = {
-    "racecheck": ("--kernel-regex-exclude", "kns=specialized"),
-    "synccheck": ("--num-cuda-barriers", str(1 << 18)),  # more than one launch of packed decode uses
-}
+TOOL_FLAGS = {"racecheck": ("--kernel-regex-exclude", "kns=specialized")}
+# A launch of packed decode has more barriers than synccheck keeps track of by default. Each takes memory of the device.
+OP_FLAGS = {("synccheck", "packed"): ("--num-cuda-barriers", str(1 << 18))}
 
 
 def check_cases(op: str, device: torch.device) -> Step:
@@ -102,7 +101,7 @@ def _sweep_command(op: str, backends: Sequence[str], trials: int, *more: str) ->
 def check_sanitizer(tool: str, op: str, backends: Sequence[str], trials: int, sanitizer: str, limit: float) -> Step:
     """Run small trials under one tool of compute-sanitizer, in a child process with a time limit."""
     began, name = time.perf_counter(), SANITIZER + tool
-    flags = (*TOOL_FLAGS.get(tool, ()), *FLAGS)
+    flags = (*TOOL_FLAGS.get(tool, ()), *OP_FLAGS.get((tool, op), ()), *FLAGS)
     command = [sanitizer, "--tool", tool, *flags, *_sweep_command(op, backends, trials, "--fill")]
     try:
         output, code = child.run(command, limit, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
