@@ -6,7 +6,6 @@
 // same scan and write different parts.
 #include "page.cuh"
 #include "pdl.cuh"
-#include "warp.cuh"
 #include "work.cuh"
 
 constexpr int kThreads = 1024, kAhead = 4;  // kAhead: stages per lane whose pages are looked up together
@@ -140,17 +139,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
   Slots* slots = p.slots + static_cast<i64>(blockIdx.x) * p.tiers * head_caches;
   extern __shared__ Base bases[];  // [tiers, the part's head caches]
 
-  const Divider by_head_caches(head_caches), by_kv_heads(p.kv_heads);
-  const int lane = threadIdx.x & 31, first_of_warp = part_first + (threadIdx.x >> 5);
-  if (lane < p.tiers && first_of_warp < part_end && !p.page_bytes) {  // their pages are looked up after the scan
-    int head;
-    const int row = by_kv_heads(first_of_warp, head), request = p.requests ? p.requests[row] : row;
-    fetch_ahead(p.table + request * p.table_request + layer * p.table_layer +
-                (static_cast<i64>(head) * p.tiers + lane) * p.max_pages);
-  }
-
   // Buckets in list order; each thread takes consecutive ones. The first pass adds up those of a thread, the second
   // writes where each begins.
+  const Divider by_head_caches(head_caches), by_kv_heads(p.kv_heads);
   Sums base = {0, 0, 0}, total;
   bool few = false;
   const int first = threadIdx.x * per_thread, end = min(first + per_thread, head_caches * p.tiers);
@@ -200,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) worklist(const __grid_con
     if (used && threadIdx.x == 0) parts[place_of(used - 1)].end = total.stages;
   }
 
+  const int lane = threadIdx.x & 31;
 #pragma unroll 1
-  for (int u = first_of_warp; u < part_end; u += kThreads / 32) {
+  for (int u = part_first + (threadIdx.x >> 5); u < part_end; u += kThreads / 32) {
     int head;
     const int row = by_kv_heads(u, head), request = p.requests ? p.requests[row] : row;
     const int* count = counts_of(p, layer, row, head);
