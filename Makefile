@@ -87,7 +87,7 @@ test-oldest: $(STAMP)
 gates: $(STAMP)
 	@rm -f tests/data/kernel_usage.new
 	KVSTRATA_RECORD_GATES=tests/data/kernel_usage.new OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-	  -k "gate or compile or compiles or machine_code or have_no_code_for_them or list_takes" \
+	  -k "gate or compile or register or spill or overlaps or portable or machine_code or have_no_code_for_them or list_takes" \
 	  $$(grep -lE '\b(gates|ahead)\b' tests/test_*.py)
 	@mv tests/data/kernel_usage.new tests/data/kernel_usage.json
 

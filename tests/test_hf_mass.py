@@ -126,7 +126,7 @@ def test_importance_comes_from_attention() -> None:
     torch.testing.assert_close(sums, torch.tensor(70.0 * 4), rtol=1e-4, atol=0)
 
 
-SHAPES = [(1, 1, 1, 4, 1, 64), (2, 129, 129, 20, 3, 64), (1, 100, 65, 33, 16, 80)]
+SHAPES = [(1, 1, 1, 4, 1, 64), (2, 129, 129, 20, 3, 64), (1, 100, 65, 33, 16, 80), (2, 150, 140, 82, 2, 64)]
 SHAPES += [pytest.param(2, 5000, 4100, 512, 4, 128, marks=pytest.mark.gpu)]
 
 
@@ -141,11 +141,17 @@ def test_mass_in_triton_is_that_of_softmax(
     torch.manual_seed(0)
     q = torch.randn(rows, queries, 2 * group, dim, dtype=torch.float16).transpose(1, 2)
     k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
-    stride = -(-queries // limit)
-    chosen = torch.arange((queries - 1) % stride, queries, stride)
-    seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
-    scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
+    wanted = torch.zeros(rows, 2, columns)
+    samples = [(torch.arange((queries - 1) % (stride := -(-queries // limit)), queries, stride), 1.0)]
+    if queries > 128 and limit > 64:  # half of the weight on the newest 64
+        stride = -(-queries // (limit - 64))
+        samples = [(torch.arange((queries - 1) % stride, queries, stride), 0.5)]
+        samples.append((torch.arange(queries - 64, queries), 0.5))
+    for chosen, share in samples:
+        seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
+        scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
+        wanted += weights * (share * queries / len(chosen))
     position, q, k = torch.arange(columns, device=device).expand(rows, -1), q.to(device), k.to(device)
     given = [
         prompt_mass(
@@ -154,8 +160,58 @@ def test_mass_in_triton_is_that_of_softmax(
         )
         for in_order in (True, False)
     ]  # fmt: skip
-    torch.testing.assert_close(given[0].cpu(), weights * (queries / len(chosen)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(given[0].cpu(), wanted, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(given[1], given[0])
+    for by in ("numba", "torch") if device.type == "cpu" else ():
+        use(by, monkeypatch)
+        found = prompt_mass(
+            q,
+            k,
+            position[:, columns - queries :],
+            position.unsqueeze(1),
+            position[:, :queries] >= 0,
+            Logits(0.2),
+            limit,
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_scratch_of_the_loops_is_used_again_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first prompt under inference mode, a shorter and a longer one outside; beyond the limit nothing is kept."""
+    pytest.importorskip("numba")
+    from kvstrata.hf import mass_numba
+
+    use("numba", monkeypatch)
+    monkeypatch.setattr(mass_numba, "KEPT", 4000)
+    monkeypatch.setattr(mass_numba, "_own", mass_numba._Scratch())
+    kept = []
+    for columns, mode in ((30, True), (20, False), (40, False), (100, True), (30, False)):
+        torch.manual_seed(0)
+        q, k = torch.randn(1, 4, columns, 32), torch.randn(1, 2, columns, 32)
+        position = torch.arange(columns)[None]
+        with torch.inference_mode(mode):
+            found = prompt_mass(q, k, position, position.unsqueeze(1), position >= 0, Logits(0.2), 128)
+        seen = (q @ k.repeat_interleave(2, 1).mT * 0.2).masked_fill(
+            torch.ones(columns, columns).triu(1) > 0, -torch.inf
+        )
+        torch.testing.assert_close(found, seen.softmax(-1).unflatten(1, (2, 2)).sum((2, 3)), rtol=1e-4, atol=1e-5)
+        kept.append(None if mass_numba._own.kept is None else len(mass_numba._own.kept))
+    assert kept == [2960, 2960, 3280, None, 2960]
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 150), slice(0, 70), slice(90, 150), slice(3, 3)])
+def test_weights_sum_to_the_tokens_of_a_row(tokens: slice) -> None:
+    """Also if the newest queries, or all evenly spaced ones, are padding, which has no weight."""
+    is_token = torch.zeros(2, 150, dtype=torch.bool)
+    is_token[0, tokens], is_token[1] = True, True
+    for limit in (300, 150, 70, 40, 1):
+        samples = mass.samples_of(150, limit)
+        assert sum(x.count(150) for x in samples) <= max(limit, 2)
+        weights = mass.weights_of(is_token, samples)
+        for sample, weight in zip(samples, weights, strict=True):
+            assert not weight[~is_token[:, sample.first :: sample.stride]].any()
+        wanted = is_token.sum(1) * torch.tensor([any(bool(x[0].any()) for x in weights), True])
+        torch.testing.assert_close(sum(x.sum(1) for x in weights), wanted.float())
 
 
 def test_mass_kernels_compile_without_spills() -> None:
@@ -174,7 +230,9 @@ def test_mass_kernels_compile_without_spills() -> None:
 def test_kernels_of_the_mass_are_loaded_by_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mass, "_by_triton", lambda query: True)
     shapes = []
-    monkeypatch.setattr(mass, "triton_mass", lambda q, queries, key, logits: shapes.append((*q.shape, key.shape[1])))
+    monkeypatch.setattr(
+        mass, "triton_mass", lambda q, queries, key, logits, limit: shapes.append((*q.shape, key.shape[1]))
+    )
     model = make("llama")
     StrataCache(model.config, budget=0.5).warmup(model, progress=False)
     StrataCache(model.config, budget=1.0).warmup(model, progress=False)

@@ -155,6 +155,10 @@ def test_several_chunks_and_few_queries(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(chunks) == 2
 
 
+def test_newest_queries_of_a_long_turn_have_half_of_the_weight() -> None:
+    compare("llama", padded(270, slice(0, 60), slice(200, 270)), [100, 270], 1, "reference", importance_queries=80)
+
+
 @pytest.mark.parametrize("options", [dict(budget=None), dict(policy="recency"), dict(budget=0.4, evict=True)], ids=str)
 def test_turns_with_other_policies_equal_unpacked_rows(options: dict) -> None:
     """Without mass, and with heads that hold different positions."""

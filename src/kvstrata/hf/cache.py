@@ -66,7 +66,8 @@ class StrataCache(Columns):
         max_batch: largest number of rows, for `batch_repeat_interleave`; None is that of the first forward.
         max_tokens: largest length of a row; None starts with the config's context length, at most 32768 for shorter
             prompts, and grows when a row becomes longer.
-        importance_queries: maximum number of prompt queries sampled for importance.
+        importance_queries: maximum number of prompt queries sampled for importance: the newest 64, the others evenly
+            spaced.
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
             both from each row's prompt; ``balance=False`` uses no balance.
         capture: run decode steps, one new token in every row, as CUDA graphs; None does so on a GPU. `decoding` says
@@ -110,7 +111,7 @@ class StrataCache(Columns):
         dtype: torch.dtype | None = None,
         max_batch: int | None = None,
         max_tokens: int | None = None,
-        importance_queries: int = 512,
+        importance_queries: int = 192,
         calibration: Calibration | str | PathLike[str] | None = None,
         capture: bool | None = None,
         compile: bool = False,

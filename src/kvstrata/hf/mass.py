@@ -1,7 +1,8 @@
 """Attention mass that the queries of a prompt give to its tokens: the initial importance in the cache.
 
 A decode step gets mass from `decode_attention`. Prompts attend with the model's own function, which returns no
-probabilities, so up to `limit` evenly spaced queries are recomputed here, each representing its neighbours.
+probabilities, so up to `limit` queries are recomputed here. Half of the weight is that of the newest queries, which
+attend most like the tokens to come; the other half is that of evenly spaced ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,42 @@ from .logits import Logits
 from .mask import visible
 
 CHUNK = 16  # queries at a time; their scores determine the memory needed
+NEWEST = 64  # queries at the end of a prompt that have half of the weight
+
+
+class Sample(NamedTuple):
+    """Queries ``first``, ``first + stride`` and so on up to the last one of a prompt, and their share of the weight."""
+
+    first: int
+    stride: int
+    share: float
+
+    def of(self, query: torch.Tensor) -> torch.Tensor:
+        """View of the sampled queries of ``[rows, heads, queries, D]``."""
+        return query[:, :, self.first :: self.stride]
+
+    def count(self, queries: int) -> int:
+        return len(range(self.first, queries, self.stride))
+
+
+def samples_of(queries: int, limit: int) -> tuple[Sample, ...]:
+    """Samples of at most ``limit`` of the queries of a prompt: evenly spaced ones, and the newest if there are many."""
+    newest = queries > 2 * NEWEST and limit > NEWEST
+    stride = -(-queries // (limit - NEWEST if newest else limit))
+    even = Sample((queries - 1) % stride, stride, 0.5 if newest else 1.0)
+    return (even, Sample(queries - NEWEST, 1, 0.5)) if newest else (even,)
+
+
+def weights_of(is_token: torch.Tensor, samples: tuple[Sample, ...]) -> list[torch.Tensor]:
+    """Number of queries that each sampled one represents, float32 ``[rows, sampled]`` of each sample.
+
+    ``is_token``: bool ``[rows, queries]``, False for padding, which has no weight. They sum to the tokens of a row.
+    """
+    flags = [is_token[:, x.first :: x.stride].float() for x in samples]
+    counts = [x.sum(1, keepdim=True) for x in flags]
+    shares = [(n > 0) * x.share for n, x in zip(counts, samples, strict=True)]
+    tokens = is_token.sum(1, keepdim=True) / sum(shares).clamp(min=0.5)  # type: ignore[union-attr]
+    return [flag * (share * tokens / n.clamp(min=1)) for flag, share, n in zip(flags, shares, counts, strict=True)]
 
 
 class _Prompt(NamedTuple):
@@ -28,8 +65,7 @@ class _Prompt(NamedTuple):
     key: torch.Tensor
     query_position: torch.Tensor
     column_position: torch.Tensor
-    stride: int
-    sampled: torch.Tensor  # every stride-th query
+    sampled: torch.Tensor  # their indices
     weight: torch.Tensor  # float32 [rows, sampled], number of queries that each represents
     no_padding: bool  # True if padding is ruled out
 
@@ -60,17 +96,22 @@ def prompt_mass(
     Returns float32 ``[rows, kv_heads, columns]`` whose sum over a KV head is about (number of query tokens) * (its
     heads).
     """
-    stride = -(-query.shape[2] // limit)
+    queries = query.shape[2]
     if _by_triton(query):
         positions = None if in_order else (query_position, column_position, is_token)
-        return triton_mass(sampled_queries(query, stride), query.shape[2], key, logits, positions)
-    sampled = torch.arange(query.shape[2] - 1, -1, -stride, device=query.device)
-    weight = is_token[:, sampled].float()
-    weight *= (is_token.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
+        return triton_mass(sampled_queries(query, limit), queries, key, logits, limit, positions)
+    samples = samples_of(queries, limit)
+    by_query = torch.zeros(is_token.shape, dtype=torch.float32, device=query.device)
+    used = torch.zeros(queries, dtype=torch.bool, device=query.device)
+    for sample, its_weight in zip(samples, weights_of(is_token, samples), strict=True):
+        by_query[:, sample.first :: sample.stride] += its_weight
+        used[sample.first :: sample.stride] = True
+    sampled = used.nonzero().squeeze(1).flip(0)
+    weight = by_query[:, sampled]
     # Without padding, only columns of the chunk's own queries can be hidden.
     on_cpu = query.device.type == "cpu"
     no_padding = in_order or (on_cpu and bool(is_token.all()) and bool((column_position >= 0).all()))
-    prompt = _Prompt(query, key, query_position, column_position, stride, sampled, weight, no_padding)
+    prompt = _Prompt(query, key, query_position, column_position, sampled, weight, no_padding)
     if on_cpu and (loops := _numba()) is not None:
         return _compiled_mass(loops, prompt, logits)
     return _torch_mass(prompt, logits)
@@ -80,9 +121,9 @@ def _by_triton(query: torch.Tensor) -> bool:
     return query.device.type == "cuda"
 
 
-def sampled_queries(query: torch.Tensor, stride: int) -> torch.Tensor:
-    """View of every ``stride``-th query of ``[rows, heads, queries, D]``, up to and including the last one."""
-    return query[:, :, (query.shape[2] - 1) % stride :: stride]
+def sampled_queries(query: torch.Tensor, limit: int) -> torch.Tensor:
+    """Copy of the sampled queries of ``[rows, heads, queries, D]``, sample by sample."""
+    return torch.cat([x.of(query) for x in samples_of(query.shape[2], limit)], 2)
 
 
 def triton_mass(
@@ -90,6 +131,7 @@ def triton_mass(
     queries: int,
     key: torch.Tensor,
     logits: Logits,
+    limit: int,
     positions: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
     """`prompt_mass` from the `sampled_queries` of a prompt with ``queries`` queries; does not synchronise.
@@ -98,23 +140,27 @@ def triton_mass(
     """
     from .mass_triton import sampled_mass
 
-    stride = -(-queries // sampled.shape[2])
-    q, key = sampled.detach(), key.detach()
-    if positions is None:
-        return sampled_mass(q, key, stride, queries / q.shape[2], logits)
-    query_position, column_position, is_token = positions
-    chosen = slice((queries - 1) % stride, None, stride)
-    weight = is_token[:, chosen].float()
-    weight *= (is_token.sum(1) / weight.sum(1).clamp(min=1)).unsqueeze(1)
-    places = (x.to(torch.int32).contiguous() for x in (query_position[:, chosen], column_position))
-    return sampled_mass(q, key, stride, weight, logits, *places)
+    samples = samples_of(queries, limit)
+    counts, key, total = [x.count(queries) for x in samples], key.detach(), None
+    weights = None if positions is None else weights_of(positions[2], samples)
+    for i, (sample, q) in enumerate(zip(samples, sampled.detach().split(counts, 2), strict=True)):
+        if positions is None or weights is None:
+            mass = sampled_mass(q, key, sample.stride, sample.share * queries / counts[i], logits)
+        else:
+            query_position, column_position, _ = positions
+            chosen = query_position[:, sample.first :: sample.stride]
+            places = (x.to(torch.int32).contiguous() for x in (chosen, column_position))
+            mass = sampled_mass(q, key, sample.stride, weights[i], logits, *places)
+        total = mass if total is None else total.add_(mass)
+    assert total is not None
+    return total
 
 
 def load_kernels(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile and load the kernels that `triton_mass` of prompts without padding needs on a CUDA device."""
     q = torch.zeros(1, 64, heads, dim, dtype=dtype, device=device).transpose(1, 2)
     if _by_triton(q):
-        triton_mass(q, 64, q[:, :kv_heads], Logits(1.0))
+        triton_mass(q, 64, q[:, :kv_heads], Logits(1.0), 64)
 
 
 @lru_cache(maxsize=1)
@@ -128,7 +174,7 @@ def _numba() -> ModuleType | None:
 
 def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.Tensor:
     """`prompt_mass` of the sampled queries, one row and KV head at a time."""
-    query, key, query_position, column_position, _, sampled, weight, no_padding = prompt
+    query, key, query_position, column_position, sampled, weight, no_padding = prompt
     (rows, kv_heads, columns), queries = key.shape[:3], query.shape[2]
     mass = torch.zeros(rows, kv_heads, columns, dtype=torch.float32, device=query.device)
     by_head = query.detach().unflatten(1, (kv_heads, -1))
@@ -150,20 +196,22 @@ def _compiled_mass(loops: ModuleType, prompt: _Prompt, logits: Logits) -> torch.
 
 def _torch_mass(prompt: _Prompt, logits: Logits) -> torch.Tensor:
     """`prompt_mass` of the sampled queries, all rows and heads together."""
-    query, key, query_position, column_position, stride, sampled, weight, no_padding = prompt
+    query, key, query_position, column_position, sampled, weight, no_padding = prompt
     rows, kv_heads, columns = key.shape[:3]
     group = query.shape[1] // kv_heads
     mass = torch.zeros(rows * kv_heads, 1, columns, dtype=torch.float32, device=query.device)
     keys = key.float().flatten(0, 1).transpose(1, 2)
     size = CHUNK
-    for chunk, (queries, its_weight) in enumerate(zip(sampled.split(size), weight.split(size, 1), strict=True)):
-        end = columns - chunk * size * stride  # the chunk's last query sees no later column
+    own = columns - query.shape[2] + sampled  # the column of each query, which sees no later one
+    for first in range(0, len(sampled), size):
+        queries, its_weight = sampled[first : first + size], weight[:, first : first + size]
+        end = int(own[first]) + 1
         q = query[:, :, queries].float().mul_(logits.scale)
         scores = torch.bmm(q.reshape(rows * kv_heads, -1, q.shape[-1]), keys[..., :end])
         if logits.softcap is not None:
             scores = scores.div_(logits.softcap).tanh_().mul_(logits.softcap)
         by_query = scores.view(rows, kv_heads, group, len(queries), end)
-        begin = end - 1 - (len(queries) - 1) * stride if no_padding else 0
+        begin = int(own[first + len(queries) - 1]) if no_padding else 0
         hidden = ~visible(query_position[:, queries], column_position[..., begin:end])
         by_query[..., begin:].masked_fill_(hidden.unsqueeze(2), -torch.inf)
         if logits.sinks is not None:

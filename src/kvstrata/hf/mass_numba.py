@@ -7,6 +7,7 @@ heads would pass through memory four times.
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .logits import Logits
 
 SCORES = 1 << 18  # scores of a chunk of queries of one KV head, per thread: 1 MiB, the size of an L2 cache
+KEPT = 1 << 22  # numbers of scratch memory that a thread keeps, at most: 16 MiB
 
 
 def add_mass(
@@ -47,10 +49,10 @@ def add_mass(
     """
     queries, group, _ = query.shape
     # Transpose K once: a product with few queries would transpose it each time.
-    channels = torch.empty(key.shape[::-1], dtype=torch.float32, device="cpu").copy_(key.T)
-    q = query.float().mul(logits.scale).flatten(0, 1)
     threads = torch.get_num_threads()
-    space = torch.empty(max(SCORES * threads, group * len(key)), dtype=torch.float32, device="cpu")
+    channels, space = _scratch(key.numel(), max(SCORES * threads, group * len(key)))
+    channels = channels.view(key.shape[::-1]).copy_(key.T)
+    q = query.float().mul(logits.scale).flatten(0, 1)
     by = torch.empty(len(q), dtype=torch.float32, device="cpu")
     own, place, positions, weights, factors = (
         x.numpy() for x in (columns, query_position, column_position, weight, by)
@@ -66,6 +68,25 @@ def add_mass(
         arguments = (scores.numpy(), own[part], place[part], positions, weights[part], softcap, sinks)
         share_out(_weigh, (*arguments, factors[first:last]), last - first, threads)
         mass[:end].addmv_(scores.T, by[first:last])
+
+
+class _Scratch(threading.local):
+    """Memory of the previous call of a thread. New memory would cost a page fault per 4 KiB, in every layer."""
+
+    kept: torch.Tensor | None = None
+
+
+_own = _Scratch()
+
+
+def _scratch(*sizes: int) -> tuple[torch.Tensor, ...]:
+    """Float32 tensors of these sizes, valid until the next call by this thread; kept up to `KEPT` numbers in all."""
+    kept, total = _own.kept, sum(sizes)
+    if kept is None or len(kept) < total:
+        with torch.inference_mode(False):  # a later call may be outside of it
+            kept = torch.empty(total, dtype=torch.float32, device="cpu")
+        _own.kept = kept if total <= KEPT else None
+    return kept[:total].split(list(sizes))
 
 
 @compiled

@@ -130,11 +130,9 @@ class Prompts:
         alone = guard is not None or logits.sinks is not None
         group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes)
         first = query[:, :, : self._columns.balance_columns if settings.estimates else 0]
-        sampled = (
-            query[:, :, :0] if settings.limit is None else sampled_queries(query, -(-real.shape[1] // settings.limit))
-        )
+        sampled = query[:, :, :0] if settings.limit is None else sampled_queries(query, settings.limit)
         if group > 1:  # otherwise all queries would be kept alive
-            first, sampled = first.clone(), sampled.clone()
+            first = first.clone()
         self._waiting.append(QueuedLayer(layer, *(x.detach() for x in (first, sampled, key, value))))
         if len(self._waiting) >= group or layer == cache.layers - 1:
             self._plan(None if guard is None else (guard, query))
@@ -189,7 +187,7 @@ class Prompts:
         mass = None
         if settings.limit is not None:
             sampled, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
-            mass = triton_mass(sampled, count, by_head, logits, columns.in_layers(len(group)))
+            mass = triton_mass(sampled, count, by_head, logits, settings.limit, columns.in_layers(len(group)))
             mass = mass.transpose(1, 2).reshape(len(group), -1, cache.kv_heads)
         # From here on the rows are copies: a compiled model may overwrite its own before they are stored.
         k = _owned(stored_rows(by_head, cache.dtype), group[0].key)

@@ -23,7 +23,7 @@ from kvstrata.cache import TieredCache
 
 from . import prefill
 from .logits import Logits
-from .mass import sampled_queries
+from .mass import Sample, samples_of, weights_of
 
 
 class Rows(NamedTuple):
@@ -93,23 +93,28 @@ def _mass(
     from .mass_triton import put_mass
 
     (batch, _, new, _), kv_heads = rows.query.shape, cache.kv_heads
-    stride = -(-new // limit)
-    chosen = slice((new - 1) % stride, None, stride)
-    is_token = columns.tokens[:, chosen]
-    weight = is_token * (columns.tokens.sum(1, keepdims=True) / is_token.sum(1, keepdims=True).clip(1))
-    upload = cache.pool.to_device
-    weights, own = upload(weight.astype(np.float32)), upload(columns.position[:, chosen].astype(np.int32))
+    samples, upload = samples_of(new, limit), cache.pool.to_device
     new_position = upload(np.where(columns.tokens, columns.position, -1).astype(np.int32)).unsqueeze(1)
-
-    query = sampled_queries(rows.query.detach(), stride)
-    tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
     longest = int(columns.position.max()) + 1
-    mass = torch.zeros(batch, longest, kv_heads, dtype=torch.float32, device=query.device)
-    put_mass(mass, query, tops, rows.key.detach(), stride, weights, logits, own, new_position)
+    mass = torch.zeros(len(samples), batch, longest, kv_heads, dtype=torch.float32, device=lse.device)
+    parts = []
+    for out, sample, weight in zip(mass, samples, _weights(columns.tokens, samples), strict=True):
+        chosen = slice(sample.first, None, sample.stride)
+        tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
+        own, weights = (upload(x) for x in (columns.position[:, chosen].astype(np.int32), weight))
+        query = sample.of(rows.query.detach())
+        put_mass(out, query, tops, rows.key.detach(), sample.stride, weights, logits, own, new_position)
+        parts.append((out, query, tops, weights, own))
     requests = list(range(batch))
     buckets, _, past = source_of(cache, layer, requests)
     sizes = (kv_heads, past, logits.scale, None, None, None, False)
-    job = CachedJob(query[0].transpose(0, 1), [], buckets, None, requests, *sizes)
+    job = CachedJob(parts[0][1][0].transpose(0, 1), [], buckets, None, requests, *sizes)
     for key, position in key_chunks(job, STAGED):
-        put_mass(mass, query, tops, key, None, weights, logits, own, position)
-    return mass.transpose(1, 2)
+        for out, query, tops, weights, own in parts:
+            put_mass(out, query, tops, key, None, weights, logits, own, position)
+    return mass.sum(0).transpose(1, 2) if len(samples) > 1 else mass[0].transpose(1, 2)
+
+
+def _weights(tokens: np.ndarray, samples: tuple[Sample, ...]) -> list[np.ndarray]:
+    """`weights_of` on the host: a chunk's tokens are known there."""
+    return [x.numpy() for x in weights_of(torch.from_numpy(tokens), samples)]
