@@ -32,7 +32,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("case", ["plain", "padded", "second turn", "eager"])
+@pytest.mark.parametrize("case", ["plain", "padded", "second turn", "eager", "many cores"])
 def test_prompts_take_linear_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a cache layer alone; the mask of padded rows and later turns is transformers' own."""
     tokens = 4096
@@ -41,6 +41,8 @@ def test_prompts_take_linear_memory(case: str, monkeypatch: pytest.MonkeyPatch) 
     model = LlamaForCausalLM(LlamaConfig(**SIZES | one, head_dim=32)).eval()
     if case == "eager":
         model.set_attn_implementation("eager")
+    if case == "many cores":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     cache, attend, largest = StrataCache(model.config, **SMALL), StrataLayer.attend, Largest()
 
     def watched(*args: Any) -> torch.Tensor:

@@ -50,7 +50,8 @@ def add_mass(
     queries, group, _ = query.shape
     # Transpose K once: a product with few queries would transpose it each time.
     threads = torch.get_num_threads()
-    channels, space = _scratch(key.numel(), max(SCORES * threads, group * len(key)))
+    most = min(SCORES * threads, queries * group * len(key))  # many cores share few scores
+    channels, space = _scratch(key.numel(), max(most, group * len(key)))
     channels = channels.view(key.shape[::-1]).copy_(key.T)
     q = query.float().mul(logits.scale).flatten(0, 1)
     by = torch.empty(len(q), dtype=torch.float32, device="cpu")
