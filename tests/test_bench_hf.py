@@ -43,12 +43,12 @@ def test_toy_model_run_reports_every_contender(probes: None, frozen: list[int]) 
     saved = []
     report = bench.run(bench.cases(CPU, True), CPU, True, after_case=lambda r: saved.append(len(r.cases)))
     [case] = report.cases
-    assert saved == [1] * len(case.rows), "saved after each contender"
+    assert saved == [1] * len(case.rows) * bench.CPU_ROUNDS, "saved after each contender"
     assert report.failures == []
     assert frozen == [0], "the collector goes on"
     there = [name for name in bench.CONTENDERS if name != bench.QUANTIZED]
     assert {row.name: row.kind for row in case.rows} == {name: bench.KINDS[name] for name in there}
-    assert all(len(row.samples) == 20 and min(row.samples) > 0 for row in case.rows)
+    assert all(len(row.samples) == 20 * bench.CPU_ROUNDS and min(row.samples) > 0 for row in case.rows)
     assert case.params["cache_bytes"][bench.OURS] < case.params["cache_bytes"][bench.PLAIN]
     assert all(seconds > 0 for seconds in case.params["first_s"].values())
     assert case.row("ours").vs_baseline.name == bench.BASELINE
@@ -60,7 +60,7 @@ def test_toy_model_run_reports_every_contender(probes: None, frozen: list[int]) 
 
 
 def test_contenders_with_other_tokens_get_no_time(probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int) -> bench.Measured:
+    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int, warm: bool) -> bench.Measured:
         if name == bench.PLAIN:
             raise RuntimeError("out of memory")
         return bench.Measured([1.0, 2.0], 1.0, 10, [[int(name == bench.OURS)]] * 2)
@@ -77,6 +77,48 @@ def test_contenders_with_other_tokens_get_no_time(probes: None, monkeypatch: pyt
     assert case.row("ours") is None
 
 
+def test_contenders_on_a_cpu_take_turns(probes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that gets slower slows all of them; one that fails once gets no time, and does not run again."""
+    calls: list[tuple[str, bool]] = []
+
+    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int, warm: bool) -> bench.Measured:
+        calls.append((name, warm))
+        if name == bench.PLAIN and warm:
+            raise RuntimeError("out of memory")
+        number = 10.0 ** sum(one == name for one, _ in calls)
+        return bench.Measured([number, number], number, 10, [[0]] * 2)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    [case] = bench.run(bench.cases(CPU, True), CPU).cases
+    names = [bench.BASELINE, bench.OURS, bench.PLAIN, bench.PACKED]
+    once = [(name, True) for name in names if name != bench.PLAIN]
+    assert calls == [*((name, False) for name in names), *((name, True) for name in names), *once]
+    rows = {row.name: row for row in case.rows}
+    assert list(rows) == names
+    assert rows[bench.OURS].samples == [10.0, 10.0, 100.0, 100.0, 1000.0, 1000.0]
+    assert case.params["first_s"][bench.OURS] == 100.0
+    assert (rows[bench.PLAIN].error, rows[bench.PLAIN].us) == ("out of memory", None)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "lengths"), [(1, 30, [30]), (4, 30, [16])])
+def test_long_prompts_are_warmed_up_by_short_ones(
+    rows: int, tokens: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def generate(model: object, ids: torch.Tensor, *others: object) -> tuple[float, None]:
+        seen.append(ids.shape[1])
+        return 1.0, None
+
+    monkeypatch.setattr(bench, "WARMED", 64)
+    monkeypatch.setattr(bench, "_generate", generate)
+    monkeypatch.setattr(bench, "cache_of", lambda *arguments: (None, {}))
+    assert bench.first_times(bench.OURS, None, torch.zeros(rows, tokens, dtype=torch.int64), 100) == []
+    assert seen == lengths
+    assert bench.first_times(bench.PEER, None, torch.zeros(rows, tokens, dtype=torch.int64), 100) == []
+    assert seen == lengths, "one that compiles for each shape is not"
+
+
 def test_shape_names_are_unique_and_row_bytes_are_right() -> None:
     assert [shape.name for shape in bench.SHAPES[:2]] == ["B1-8192", "B8-16384"]
     assert len({shape.name for shape in bench.SHAPES}) == len(bench.SHAPES)
@@ -88,7 +130,7 @@ def test_a_contender_that_hangs_is_stopped_and_late_ones_are_left_out(
 ) -> None:
     """A peer that fails or takes too long costs its own row; none begins after the time is up."""
 
-    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int) -> bench.Measured:
+    def measure(name: str, model: object, shape: object, ids: torch.Tensor, new: int, warm: bool) -> bench.Measured:
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1200, "an alarm is set"
         if name == bench.OURS:
             signal.raise_signal(signal.SIGALRM)

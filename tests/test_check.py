@@ -215,6 +215,8 @@ RACES = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
         ("cuda, seed 3: k differs\n8 trials, 1 failed\n========= ERROR SUMMARY: 0 errors", 1,
          ["cuda, seed 3: k differs"]),
         ("========= ERROR SUMMARY: 0 errors", 0, ["the child ended early, exit code 0"]),
+        ("terminate called\n  what():  CUDA error: misaligned address\nException\n========= ERROR SUMMARY: 0 errors",
+         6, ["the child ended early, exit code 6: what():  CUDA error: misaligned address"]),
         ("========= Error: Device not supported", 1,
          ["compute-sanitizer does not support this device or virtual machine"]),
     ],

@@ -40,6 +40,7 @@ def test_an_example_request() -> None:
         ("K4V4", 64, 16, torch.bfloat16, {}),
         ("K8V4", 128, 64, torch.float16, dict(pages_per_block=2, strided=True, blocks=2)),
         ("K3V2", 80, 32, torch.float32, dict(tail=2)),
+        ("K8V2", 64, 16, torch.bfloat16, dict(tail=0)),
     ],
 )
 def test_chunked_stores_equal_the_model(

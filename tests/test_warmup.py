@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +16,12 @@ import emulator
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.attention.cache_warmup import kernels_needed
+from kvstrata.attention.cache_warmup import kernels_needed, load_kernels
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches, moves_cuda, phases, repack_cuda, whole_pages
 from kvstrata.cache.policy import centre_cuda, plan_cuda
-from kvstrata.cache.storage import table_cuda
+from kvstrata.cache.storage import page_triton, table_cuda
 from kvstrata.jit import ahead, compiler
 from kvstrata.quant import op as quantize_op
 
@@ -189,6 +189,49 @@ def test_nothing_is_compiled_after_warmup(own_cache: Path, monkeypatch: pytest.M
             result = kvstrata.decode_attention(q, cache, layer, return_mass=True)
             cache.update_importance(layer, result.mass)
             kvstrata.decode_attention(q, cache, layer)
+
+
+def test_copies_are_compiled_as_compaction_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The types and constants of the kernel that is compiled ahead are those of the launch, for pages of any size."""
+    calls: list[tuple] = []
+
+    def note(*arguments: object, grid: object = None, **constants: object) -> None:
+        calls.append(
+            (tuple(getattr(x, "dtype", x if isinstance(x, torch.dtype) else type(x)) for x in arguments), constants)
+        )
+
+    class Kernel:
+        warmup = staticmethod(note)
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return note
+
+    monkeypatch.setattr(page_triton, "pages_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    pool = SimpleNamespace(pointers=torch.zeros(4, dtype=torch.int64), units=64, device=torch.device("cpu"))
+    for size in (16, 4096 + 64, 33024):
+        calls.clear()
+        page_triton.load_copy(pool, [size])
+        page_triton.copy(pool, *torch.zeros(2, 3, dtype=torch.int64), size)
+        assert calls[0] == calls[1]
+    calls.clear()
+    page_triton.load_copy(pool, [8192, 16384, 33024])
+    assert len(calls) == 1, "one kernel serves pages of all tiers"
+
+
+@pytest.mark.gpu
+def test_compaction_compiles_nothing_after_the_first_prompt() -> None:
+    cache = TieredCache(2, 2, 64, budget=0.25, device="cuda", max_requests=3, max_tokens=4096)
+    load_kernels(cache, 8)
+    compiled = page_triton.pages_kernel.device_caches[cache.device.index or 0][0]
+    before = len(compiled)
+    assert before
+    for tier in range(len(cache.page_formats)):
+        handles = cache.pool.allocate(tier, 7)
+        workspace = cache.pool.workspace()
+        cache.pool._move(handles[:3], handles[3:6], tier, workspace[:, 1:])  # aligned to 8 bytes
+        cache.pool.release(handles)
+    assert len(compiled) == before
 
 
 def test_invalid_warmup_arguments_are_named(device: torch.device) -> None:

@@ -50,7 +50,10 @@ def load_kernels(
     arch, gpu = jit.arch_of(cache.device), torch.cuda.get_device_properties(cache.device)
     shared = gpu.shared_memory_per_multiprocessor
     wanted = kernels_needed(cache, heads, q_len, arch=arch, gpu=gpu.name, shared=shared)
-    return jit.load_ahead(wanted, cache.device, progress)
+    compiled = jit.load_ahead(wanted, cache.device, progress)
+    if cache.budget.amount is not None:
+        cache.pool.load_copy()
+    return compiled
 
 
 def trial_run(cache: TieredCache) -> TieredCache:

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvstrata.layout.unpack_numba import compiled
+from kvstrata.loops import fast
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 LEAST = np.float32(-87.0)  # exp of anything below is 0 here
@@ -29,13 +29,13 @@ def _bitcast(typing, bits):
 _float_of: Any = intrinsic(_bitcast)
 
 
-@compiled
+@fast
 def soften(scores, softcap):
     for i in range(len(scores)):
         scores[i] = softcap * math.tanh(scores[i] / softcap)
 
 
-@compiled
+@fast
 def hide(scores, position, last, before):
     """Set scores to -inf except for tokens at positions ``before < p <= last``."""
     for i in range(len(scores)):
@@ -43,7 +43,7 @@ def hide(scores, position, last, before):
             scores[i] = -np.inf
 
 
-@compiled
+@fast
 def softmax(scores, sink):
     """Turn scores into weights, zeros if nothing is visible; returns the log of the sum, including the sink.
 
@@ -62,7 +62,7 @@ def softmax(scores, sink):
     return top + np.float32(math.log(total)) if top > -np.inf else top
 
 
-@compiled
+@fast
 def any_nan(scores):
     count = 0
     for i in range(len(scores)):
@@ -70,7 +70,7 @@ def any_nan(scores):
     return count > 0
 
 
-@compiled
+@fast
 def greatest(scores):
     """Maximum, -inf if empty; NaN is ignored."""
     lanes = np.empty(min(LANES, len(scores)), np.float32)  # independent lanes, see LANES
@@ -86,7 +86,7 @@ def greatest(scores):
     return top
 
 
-@compiled
+@fast
 def exponentials(scores, top):
     """Turn scores into exp(score - top) and return their sum; all zeros if ``top`` is -inf."""
     if top == -np.inf:

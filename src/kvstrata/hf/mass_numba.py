@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvstrata.attention.softmax_numba import exponentials, greatest, hide, soften
-from kvstrata.layout.unpack_numba import compiled
+from kvstrata.loops import fast
 from kvstrata.threads import share_out
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _scratch(*sizes: int) -> tuple[torch.Tensor, ...]:
     return kept[:total].split(list(sizes))
 
 
-@compiled
+@fast
 def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, by, first, last):
     """Convert rows ``first`` to ``last`` of scores to weights up to a factor, which goes into ``by``."""
     group = len(scores) // len(columns)

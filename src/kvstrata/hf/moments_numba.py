@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvstrata.layout.unpack_numba import compiled
+from kvstrata.loops import fast
 
 from .moments import PromptSample, channels
 
@@ -26,7 +26,7 @@ def sums(sample: PromptSample) -> torch.Tensor:
     return out
 
 
-@compiled
+@fast
 def _clean(row, channel, largest, out):
     """Selected channels of a row; values that are not finite become 0."""
     for p in range(len(out)):
@@ -36,7 +36,7 @@ def _clean(row, channel, largest, out):
         out[p] = value if value > -largest else -largest
 
 
-@compiled
+@fast
 def _add(query, key, weight, number, cos, sin, largest, first, second, out):
     """Add up rows ``[rows, n, heads, D]``, token by token."""
     pairs, turned, group = len(first), cos.shape[1], query.shape[2] // key.shape[2]
@@ -64,7 +64,7 @@ def _add(query, key, weight, number, cos, sin, largest, first, second, out):
                 _add_query(squares[0], squares[1], squares[2], c, s, w / np.float32(group), to)
 
 
-@compiled
+@fast
 def _add_key(a, b, c, s, w, to):
     for p in range(len(a)):
         x, y = a[p] * c[p] + b[p] * s[p], b[p] * c[p] - a[p] * s[p]
@@ -76,7 +76,7 @@ def _add_key(a, b, c, s, w, to):
         to[5, p] += w * (np.float32(2) * x * y)
 
 
-@compiled
+@fast
 def _add_squares(a, b, first, second, product):
     for p in range(len(a)):
         first[p] += a[p] * a[p]
@@ -84,7 +84,7 @@ def _add_squares(a, b, first, second, product):
         product[p] += a[p] * b[p]
 
 
-@compiled
+@fast
 def _add_query(first, second, product, c, s, w, to):
     for p in range(len(first)):
         cos, sin = c[p] * c[p] - s[p] * s[p], np.float32(2) * c[p] * s[p]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .unpack_numba import compiled
+from kvstrata.loops import fast
 
 BLOCK = 1024  # numbers at a time: they stay in a core's L1 cache
 
@@ -17,7 +17,7 @@ def to_half(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@compiled
+@fast
 def _round(values, out):
     """Write fp16 bits of ``values``, rounded to nearest even, to ``out``."""
     bits, space = values.view(np.uint32), np.empty(BLOCK, np.float32)

@@ -20,8 +20,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvstrata.loops import fast
+
 from .fragments import BITS
-from .unpack_numba import LANES, compiled
+from .unpack_numba import LANES
 
 ROWS = 4  # rows of multipliers per pass
 WIDTH = 8  # lanes per vector
@@ -154,7 +156,7 @@ def _add_eight(
     return types.void(i, i, lanes, i, i, i, i, i, by, i, i, sums, i, i), generate
 
 
-@compiled
+@fast
 def add_products(lanes, bits, above, first, apart, count, by, block, sums, to):
     """Add products of codes to the columns ``to`` to ``to + 15`` of ``sums [rows, n]``: tokens (K) or dims (V).
 
@@ -176,7 +178,7 @@ def add_products(lanes, bits, above, first, apart, count, by, block, sums, to):
             )  # fmt: skip
 
 
-@compiled
+@fast
 def arrange(values, bits, by):
     """Rearrange ``values [rows, n]`` of 16 dims (K) or tokens (V) each as multipliers ``by [rows, n / 16, 16]``."""
     for far in range(2):

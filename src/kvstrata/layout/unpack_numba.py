@@ -6,21 +6,20 @@ word w of all lanes is one row of 32. ``layout/products_numba.py`` multiplies th
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from kvstrata.loops import fast
 
 LANES = 32
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # kinds of plain rows
 TO_FLOAT = np.float32(2.0**112)  # ratio between the exponent biases of fp16 and float32
 ENDLESS = np.float32(2.0**16)  # value of fp16 infinities after that
 
-# Sums in any order and fused products are allowed; infinities and NaN are preserved. Inner loops stay fast because
-# their index is that of a range, which cannot be negative; their end is unknown to the compiler, which would otherwise
-# unroll them first; and they slice nothing, which would count references.
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+# Inner loops stay fast because their index is that of a range, which cannot be negative; their end is unknown to the
+# compiler, which would otherwise unroll them first; and they slice nothing, which would count references.
 
 
-@compiled
+@fast
 def lanes_of(words, count, lanes):
     """Sort ``words`` of one side of a page by lane into ``lanes [count, 32]``, ``count`` words per lane."""
     whole = count // 4 * 4
@@ -43,14 +42,14 @@ def lanes_of(words, count, lanes):
             first[lane] = source[lane]
 
 
-@compiled
+@fast
 def page_buffers(page_tokens, dim):
     """Scratch buffers for one page: bits of plain rows, words by lane, bits of scales."""
     lanes = np.empty((page_tokens // 8 * (dim // 16), LANES), np.uint32)
     return np.empty(page_tokens * dim, np.uint32), lanes, np.empty(2 * page_tokens, np.uint32)
 
 
-@compiled
+@fast
 def scales_of(words, halves, start, side, bits, out):
     """Scales of K (``side`` 0) or V (1) of a page's tokens from byte ``start`` on; ``bits`` is scratch.
 
@@ -65,7 +64,7 @@ def scales_of(words, halves, start, side, bits, out):
             own[g], own[g + 8] = rows[4 * g], rows[4 * g + 1]
 
 
-@compiled
+@fast
 def powers_of_two(exponents, out):
     """``2 ** exponents``, for int8 exponents in the range of a balance."""
     bits = out.view(np.uint32)
@@ -73,7 +72,7 @@ def powers_of_two(exponents, out):
         bits[i] = np.uint32(np.int32(exponents[i]) + np.int32(127)) << np.uint32(23)
 
 
-@compiled
+@fast
 def rotate(x, block):
     """Rotate float32 rows ``[n, D]`` in place, as `layout.rotation.rotate`."""
     rows, dim = x.shape
@@ -91,7 +90,7 @@ def rotate(x, block):
             x[r, d] *= shrink
 
 
-@compiled
+@fast
 def floats(words, halves, start, n, kind, bits, out):
     """Convert ``n`` numbers of a kind from byte ``start`` on into ``out``; ``bits`` is ``out`` viewed as uint32."""
     if kind == FLOAT32:

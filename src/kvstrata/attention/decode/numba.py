@@ -23,7 +23,6 @@ from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS, words_per_lane
 from kvstrata.layout.products_numba import BLOCK, add_products, arrange
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import (
-    compiled,
     floats,
     lanes_of,
     page_buffers,
@@ -31,6 +30,7 @@ from kvstrata.layout.unpack_numba import (
     rotate,
     scales_of,
 )
+from kvstrata.loops import fast
 from kvstrata.threads import share_out
 
 from .job import Job, Result
@@ -138,7 +138,7 @@ def _all_layers(x: torch.Tensor) -> tuple[np.ndarray, int]:
     return whole.numpy(), layer
 
 
-@compiled
+@fast
 def decode_heads(
     words, halves, wide, layer, length, table, count, centre, balance, tiers, page_tokens, block, requests, q, scale,
     window, softcap, sinks, out, lse, mass, want_mass, first, last,
@@ -191,7 +191,7 @@ def decode_heads(
                 out[b, r // group, head * group + r % group, d] = sums[r, d] + coded[r, d]
 
 
-@compiled
+@fast
 def _add_mass(weights, positions, mass):
     """Add the weights of all rows to the mass of their positions."""
     total = np.empty(len(positions), np.float32)
@@ -205,7 +205,7 @@ def _add_mass(weights, positions, mass):
         mass[positions[i]] += total[i]
 
 
-@compiled
+@fast
 def _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions):
     index = 0
     for tier in range(len(tiers)):
@@ -217,14 +217,14 @@ def _positions(words, halves, wide, pages, counts, tiers, page_tokens, positions
             index += tokens
 
 
-@compiled
+@fast
 def _clear(rows):
     for r in range(rows.shape[0]):
         for d in range(rows.shape[1]):
             rows[r, d] = 0
 
 
-@compiled
+@fast
 def _dot(q, r, rows, index):
     total = np.float32(0)
     for i in range(rows.shape[1]):
@@ -232,7 +232,7 @@ def _dot(q, r, rows, index):
     return total
 
 
-@compiled
+@fast
 def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, scores):
     """Scores of all tokens for ``q [rows, D]`` and ``turned``, the rotated query."""
     rows, dim = q.shape
@@ -281,7 +281,7 @@ def _keys(words, halves, pages, counts, tiers, page_tokens, centre, q, turned, s
             token += page_count
 
 
-@compiled
+@fast
 def _values(words, halves, pages, counts, tiers, page_tokens, weights, out, coded):
     """Sums of rows weighted by ``weights [rows, n]``: of plain ones to ``out [rows, D]``, of codes to ``coded``."""
     rows, dim = out.shape

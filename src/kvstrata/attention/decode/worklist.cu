@@ -32,10 +32,18 @@ struct Params {
   int page_tokens, stage_tokens[kMaxTiers], cost[kMaxTiers], few_cost[kMaxTiers];
 };
 
-// a / b, both at least 0. Most costs fit 32 bits, whose division is a few instructions instead of a call. Not inlined,
-// as loops below are not unrolled: the list is short, and its time is that of fetching this kernel's code.
-__device__ __noinline__ i64 quotient(i64 a, i64 b) {
-  return (a | b) >> 31 ? a / b : static_cast<unsigned>(a) / static_cast<unsigned>(b);
+// a / b, both at least 0. Costs of a layer fit 32 bits unless it has some hundred GB; then bit by bit. The compiler's
+// own 64-bit division is a call and 100 instructions more, and the time of this kernel is that of fetching its code:
+// loops below are not unrolled either.
+__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+  if (!((a | b) >> 31)) return static_cast<unsigned>(a) / static_cast<unsigned>(b);
+  i64 q = 0, rest = 0;
+#pragma unroll 1
+  for (int bit = 62; bit >= 0; bit--) {
+    rest = 2 * rest + (a >> bit & 1), q *= 2;
+    if (rest >= b) rest -= b, q++;
+  }
+  return q;
 }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -9,7 +9,8 @@ import torch
 
 from kvstrata.cache.storage.page_table import Buckets
 from kvstrata.layout.format import UNIT
-from kvstrata.layout.unpack_numba import BFLOAT16, FLOAT16, FLOAT32, TO_FLOAT, compiled
+from kvstrata.layout.unpack_numba import BFLOAT16, FLOAT16, FLOAT32, TO_FLOAT
+from kvstrata.loops import fast
 
 from .append_job import Written
 
@@ -45,7 +46,7 @@ def offsets(buckets: Buckets) -> tuple[int, int, int, bool, int]:
     return buckets.page_tokens, page.v_offset, page.position_offset, wide, page.importance_offset
 
 
-@compiled
+@fast
 def write(
     words, halves, importance, layer, table, count, length, balance, page_tokens, v_offset, position_offset, wide,
     importance_offset, kind, reciprocal, k, v, clamp, requests,
@@ -86,7 +87,7 @@ def write(
                 importance[(page + importance_offset) // 4 + row] = start
 
 
-@compiled
+@fast
 def round_row(values, kind, clamp, out):
     """Convert float32 values to bits of ``kind`` in uint32, rounded to nearest even; ``clamp``: fp16 stays finite."""
     bits = values.view(np.uint32)
@@ -103,7 +104,7 @@ def round_row(values, kind, clamp, out):
                 out[d] -= 1
 
 
-@compiled
+@fast
 def _half(value, bits):
     """Bits of a float32 as fp16."""
     size, sign = bits & np.uint32(0x7FFFFFFF), (bits >> np.uint32(16)) & np.uint32(0x8000)
@@ -116,7 +117,7 @@ def _half(value, bits):
     return sign | ((size - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13))
 
 
-@compiled
+@fast
 def _scale(row, exponents, kind):
     """Divide values, given as bits, by ``2 ** exponents``, rounded as in torch; infinities and NaN stay."""
     number, factor = np.empty(1, np.uint32), np.empty(1, np.uint32)

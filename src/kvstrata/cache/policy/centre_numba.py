@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
+from kvstrata.loops import exact
 from kvstrata.quant.reference import LARGEST
 
 MOST = np.float32(LARGEST)
 
 # No fastmath: the order of additions is part of the format, and products must not be fused.
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def means(
@@ -32,7 +31,7 @@ def means(
     return list(out.split([dim, *[pairs] * 4], 1))
 
 
-@compiled
+@exact
 def _add(k, row_at, stride, cos, sin, out):
     pairs, dim, columns = cos.shape[1], k.shape[1], out.shape[1]
     row, flags = np.empty(dim, np.float32), np.empty(dim, np.float32)
@@ -65,7 +64,7 @@ def _add(k, row_at, stride, cos, sin, out):
             out[head_cache, j] = total[0, j] / (count if count > np.float32(1) else np.float32(1))
 
 
-@compiled
+@exact
 def _turn(x, y, has_x, has_y, c, s, to):
     """Rotate pairs of channels back, if both channels take part."""
     pairs = len(c)
@@ -78,7 +77,7 @@ def _turn(x, y, has_x, has_y, c, s, to):
         to[1, pairs + p] = both
 
 
-@compiled
+@exact
 def _plus(total, more):
     for i in range(total.shape[0]):
         for j in range(total.shape[1]):

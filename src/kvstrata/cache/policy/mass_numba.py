@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import torch
 
 from kvstrata.layout.format import UNIT
+from kvstrata.loops import exact
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
 
 MOST = np.float32(torch.finfo(torch.float32).max)
-
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")  # no fastmath: same sums as torch
 
 
 def observe_mass(
@@ -33,7 +31,7 @@ def observe_mass(
     )  # fmt: skip
 
 
-@compiled
+@exact
 def _observe(
     short_positions, positions, importance, wide, requests, layer, lengths, table, count, offsets, page_tokens, mass,
     weight, q_len,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
 from kvstrata.cache.storage.tokens import DROP
+from kvstrata.loops import exact
 
 from .plan import AGE_BITS, CHOOSE, EVICT, FIXED, GAP, LARGEST, MASS_BITS, TIE, Policy, Scopes, Split, split
 
 MOST_FREE = 64  # slots of a page
 
 # No fastmath: every operation is rounded separately, as in torch.
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor, Split]:
@@ -46,7 +45,7 @@ def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor,
     return torch.from_numpy(target), parts
 
 
-@compiled
+@exact
 def _sorted(head_cache, tier, n, tiers):
     """Tokens sorted by head cache and tier, new ones as plain, and the start of each bucket ``[n * tiers + 1]``."""
     first = np.zeros(n * tiers + 1, np.int64)
@@ -65,7 +64,7 @@ def _sorted(head_cache, tier, n, tiers):
     return order, first
 
 
-@compiled
+@exact
 def _survey(order, first, position, length, sinks, recent, moves, fixed, moving):
     """Mark the tokens that may move, in sorted order, and count per tier those that may and may not."""
     n, tiers = fixed.shape
@@ -80,7 +79,7 @@ def _survey(order, first, position, length, sinks, recent, moves, fixed, moving)
             moving[head_cache, tier] = first[bucket + 1] - first[bucket] - fixed[head_cache, tier]
 
 
-@compiled
+@exact
 def _keys(
     order, first, position, importance, moves, kind, numbers, heads, uniform, recency, ema, per_head, settled, floor,
     key,
@@ -132,7 +131,7 @@ def _keys(
                 _as_keys(order, position, moves, weight, first, each, tiers, numbers[0, each], recency, settled, key)
 
 
-@compiled
+@exact
 def _together(order, position, weight, first, head_cache, heads, tiers, table):
     """Replace the weights of a request's heads by their sum per position."""
     begin, end = first[head_cache * tiers], first[(head_cache + heads) * tiers]
@@ -144,7 +143,7 @@ def _together(order, position, weight, first, head_cache, heads, tiers, table):
         weight[i] = table[position[order[i]]]
 
 
-@compiled
+@exact
 def _as_keys(order, position, moves, weight, first, head_cache, tiers, length, recency, settled, key):
     bits = weight.view(np.int32)
     for tier in range(tiers):
@@ -158,7 +157,7 @@ def _as_keys(order, position, moves, weight, first, head_cache, tiers, length, r
             key[i] = bits[i] if moves[i] else FIXED
 
 
-@compiled
+@exact
 def _limits(price, slopes, uniform, limit):
     """Keys below which tokens take each step down."""
     if uniform:
@@ -172,7 +171,7 @@ def _limits(price, slopes, uniform, limit):
         limit[step] = out.view(np.int32)[0]
 
 
-@compiled
+@exact
 def _bytes(moved, fixed, spare, page, page_tokens, fills):
     """Bytes of whole pages, with empty slots filled as by `plan_reference._counts_filled`; overwrites ``moved``."""
     tiers = len(page)
@@ -202,7 +201,7 @@ def _bytes(moved, fixed, spare, page, page_tokens, fills):
     return total
 
 
-@compiled
+@exact
 def _choose(
     order, first, position, key, kind, spare, share, fixed, page, page_tokens, ladder, slopes, steepest,
     uniform, leave_plain, fills, target,
@@ -267,7 +266,7 @@ def _choose(
             _fill(order, first, position, key, head_cache, tiers, spare[head_cache], page_tokens, target)
 
 
-@compiled
+@exact
 def _count_moving(key, first, head_cache, tiers, limit, ladder, widest, moved):
     """Tokens that may move, by tier and target, when those below the limits step down."""
     for tier in range(tiers):
@@ -289,7 +288,7 @@ def _count_moving(key, first, head_cache, tiers, limit, ladder, widest, moved):
         moved[tier, last] += above
 
 
-@compiled
+@exact
 def _count_left(key, first, head_cache, tiers, limit, lowest, moved):
     """Count moves per (tier, target) when tokens up to the limit are dropped and the others go to the lowest tier."""
     for tier in range(tiers):
@@ -299,7 +298,7 @@ def _count_left(key, first, head_cache, tiers, limit, lowest, moved):
                 moved[tier, max(tier, lowest)] += 1
 
 
-@compiled
+@exact
 def _fill(order, first, position, key, head_cache, tiers, spare, page_tokens, target):
     """`plan_reference._filled` for a head cache: the greatest keys are kept in a short sorted list."""
     begin, end = first[head_cache * tiers], first[(head_cache + 1) * tiers]

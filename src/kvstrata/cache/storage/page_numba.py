@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba import types
@@ -19,6 +18,7 @@ from numba.extending import intrinsic
 from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO_FLOAT
+from kvstrata.loops import exact
 from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP
 from kvstrata.threads import share_out
 
@@ -27,9 +27,6 @@ SHARED_ROWS = 2048  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
 SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
-
-# No fastmath: the order of additions is part of the format, and products must not be fused.
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 def _fma(typing, a, b, c):
@@ -97,7 +94,7 @@ def _quantized(
     return codes, scale.half()
 
 
-@compiled
+@exact
 def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, bits, tile):
     """Load rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` does.
 
@@ -135,7 +132,7 @@ def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, 
             tile[d, i] = row[d]
 
 
-@compiled
+@exact
 def _quantize(
     words, halves, kind, index, centre, centre_index, clean, block, shrink, bits, per_norm, gain, codes, scale,
     first_tile, last_tile,
@@ -180,7 +177,7 @@ def _quantize(
                 codes[first + i, d] = levels[d, i]
 
 
-@compiled
+@exact
 def _encode(x, inverse, low, high, levels, terms, divisor):
     """Codes of one dim, and its terms in the sums of `quant.reference.refit`."""
     for i in range(len(x)):
@@ -197,7 +194,7 @@ def _encode(x, inverse, low, high, levels, terms, divisor):
         divisor[i] += c * c  # exact
 
 
-@compiled
+@exact
 def _rotate(tile, block, shrink):
     """`layout.rotation.rotate` of columns ``[D, n]``, in place."""
     dim = tile.shape[0]
@@ -214,7 +211,7 @@ def _rotate(tile, block, shrink):
             tile[d, i] *= shrink
 
 
-@compiled
+@exact
 def _sum(terms):
     """`quant.reference.row_sum` of columns ``[D, n]``, into the first row."""
     width = terms.shape[0]
@@ -259,7 +256,7 @@ def _tables(
     return byte, bit, first, source.astype(np.uint16)
 
 
-@compiled
+@exact
 def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, width, low, codes):
     """Write bits ``low .. low + width`` of ``codes [n, D]`` into the bytes of ``pages``; other bits are kept.
 
@@ -288,20 +285,20 @@ def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, w
         i += 1
 
 
-@compiled
+@exact
 def _shift(codes, low, mask, fields):
     for i in range(len(codes)):
         fields[i] = (codes[i] >> low) & mask
 
 
-@compiled
+@exact
 def _put(fields, source, shift, packed):
     """One field of every byte."""
     for i in range(len(packed)):
         packed[i] |= np.uint8(fields[source[i]] << shift)
 
 
-@compiled
+@exact
 def _whole_page(page, slot, first, tokens):
     """True if the tokens from ``first`` on are all slots of a page in order."""
     if first + tokens > len(page):
@@ -312,7 +309,7 @@ def _whole_page(page, slot, first, tokens):
     return wrong == 0
 
 
-@compiled
+@exact
 def read_fields(pages, stride, offset, page, slot, byte, bit, width, low, codes):
     """Inverse of `_write_fields`: ORs the fields into ``codes``, which must begin as zeros."""
     mask = np.uint8((1 << width) - 1)

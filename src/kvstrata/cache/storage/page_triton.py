@@ -5,6 +5,7 @@ Slabs are separate allocations, so every program looks up its page's address in 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -24,7 +25,10 @@ class Slabs(Protocol):
     device: torch.device
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(
+    do_not_specialize=["units", "start", "words"],
+    do_not_specialize_on_alignment=["handles_ptr", "others_ptr", "data_ptr"],
+)
 def pages_kernel(
     pointers_ptr, handles_ptr, others_ptr, data_ptr, units, start, words,
     FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
@@ -51,12 +55,16 @@ def pages_kernel(
         tl.store(page_ptr + offs, value, mask=mask)
 
 
+def _block(words: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(words))
+
+
 def _run(pool: Slabs, handles: torch.Tensor, others: torch.Tensor, data: torch.Tensor, start: int, size: int,
          source: str, to: str) -> None:  # fmt: skip
     assert start % 4 == 0
     assert size % 4 == 0
     words = size // 4
-    block = min(BLOCK, triton.next_power_of_2(words))
+    block = _block(words)
     with torch.cuda.device_of(handles):
         pages_kernel[(len(handles), triton.cdiv(words, block))](
             pool.pointers, handles, others, data, pool.units, start, words, FROM=source, TO=to, BLOCK=block
@@ -78,6 +86,16 @@ def scatter(pool: Slabs, handles: torch.Tensor, start: int, data: torch.Tensor) 
 def copy(pool: Slabs, old: torch.Tensor, new: torch.Tensor, size: int) -> None:
     """Copy pages ``old`` to pages ``new``; none may be in both."""
     _run(pool, old, new, old, 0, size, "page", "page")
+
+
+def load_copy(pool: Slabs, sizes: Iterable[int]) -> None:
+    """Compile what `copy` of pages of these sizes needs: else the first step that compacts slabs waits for it."""
+    with torch.cuda.device(pool.device):
+        for block in {_block(size // 4) for size in sizes}:
+            handles = [torch.int64] * 3
+            pages_kernel.warmup(
+                pool.pointers, *handles, pool.units, 0, block, FROM="page", TO="page", BLOCK=block, grid=(1,)
+            )
 
 
 def clear(pool: Slabs, handles: torch.Tensor, size: int) -> None:

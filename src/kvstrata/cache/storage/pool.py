@@ -330,6 +330,13 @@ class Pool:
 
             copy(self, self.to_device(old), self.to_device(new), self.strides[tier])
 
+    def load_copy(self) -> None:
+        """Compile what `copy` needs on a GPU, before a step that compacts slabs needs it."""
+        if self.space is None:
+            from .page_triton import load_copy
+
+            load_copy(self, self.strides)
+
     def clear(self, handles: np.ndarray, tier: int) -> None:
         """Zero whole pages of a tier."""
         if handles.size == 0:

@@ -128,7 +128,9 @@ def read_sanitizer(text: str, code: int) -> tuple[int, list[str]]:
         tail = [line for line in text.splitlines() if line.strip()][-4:]
         return trials_run, [f"the tool gave no summary, exit code {code}: " + " / ".join(tail)]
     if not trials:
-        failed.append(f"the child ended early, exit code {code}")
+        errors = re.findall(r"^.*(?:error|exception).*", text, re.MULTILINE | re.IGNORECASE)
+        said = [line.strip() for line in errors if not line.startswith("=")]
+        failed.append(f"the child ended early, exit code {code}" + "".join(f": {line}" for line in said[:1]))
     return trials_run, [f"{hazards} error(s)", *lines[:6], *failed[:6]] if hazards else failed or [f"exit code {code}"]
 
 

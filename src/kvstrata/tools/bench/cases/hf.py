@@ -6,8 +6,9 @@
 
 A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: including sampling,
 stopping criteria and the host part of a cache. The first steps, which compile and capture, are not sampled. Contenders
-run one after the other, each in one call of `generate`. `first` is the time to the first token, without compilation:
-for short prompts the median of a few calls after a first one. `cache` is the memory held by the cache at the end, for
+run one after the other, each in one call of `generate`; on a CPU, whose speed drifts, three times in turn. `first` is
+the time to the first token, without compilation: for short prompts and on a CPU the median of a few calls after a first
+one, for long prompts that of one call after a short one. `cache` is the memory held by the cache at the end, for
 transformers' own caches what is allocated beyond the weights; `peak` is the maximum allocated beyond them.
 
     DynamicCache       the default of `generate`
@@ -50,12 +51,14 @@ BASELINE, PEER, QUANTIZED = "DynamicCache", "static, compiled", "quantized, 4 bi
 OURS, PLAIN, PACKED = "StrataCache 0.25", "StrataCache 1.0", "StrataCache K4V4"
 CONTENDERS = (BASELINE, OURS, PLAIN, PACKED, QUANTIZED, PEER)
 KINDS = {BASELINE: "baseline", PEER: "peer", QUANTIZED: "peer", OURS: "ours", PLAIN: "variant", PACKED: "variant"}
+MEASURED = ("first_s", "firsts", "cache_bytes", "peak_bytes", "how", "left_out")  # of each contender, beside its steps
 TABLE = {"columns": "case,contender,us,mean,slowest,first,cache,peak,speedup,vs_peer"}
 WARM = 4  # warm-up steps, which compile and capture
 STEPS = 200  # three settlings of every layer
 EAGER_SECONDS = 2.0  # seconds of sampling for steps that are all alike, and slow
 PROMPTS, PROMPT_SECONDS = 3, 2.0  # calls for the time to the first token, and seconds after which no further one begins
-WARMED = 1 << 16  # tokens up to which a prompt is repeated
+WARMED = 1 << 16  # tokens up to which a prompt is repeated; a longer one is cut to as many for the warm-up
+CPU_ROUNDS = 3  # calls of `generate` of each contender on a CPU
 CHUNK = 1 << 16  # tokens that an MLP processes at a time, so that activations leave room for the largest cache
 LIMIT = 120.0  # seconds after which a contender is stopped
 TOTAL, COMPILING = 420.0, 90.0  # seconds after which no contender begins; how much earlier one that compiles must
@@ -203,13 +206,34 @@ def _generate(model: Any, ids: torch.Tensor, new: int, clock: TokenClock, option
     return clock.times[0] - begin, out
 
 
-def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) -> Measured:
+@contextmanager
+def growing_segments(device: torch.device, name: str) -> Iterator[None]:
+    """Let torch grow its segments of memory for the static cache: at B32-16384 it runs out because of fragments."""
+    if device.type != "cuda" or name != PEER:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def first_times(name: str, model: Any, ids: torch.Tensor, tokens: int) -> list[float]:
+    """Seconds to the first token in calls of `generate`, the first of which compiles; [] if they take too long."""
+    times: list[float] = []
+    few = ids[:, : max(WARMED // len(ids), 1)]
+    calls = PROMPTS + 1 if few.shape == ids.shape and ids.is_cuda else 1
+    while name != PEER and len(times) < calls and sum(times[1:]) < PROMPT_SECONDS:
+        gc.collect()  # free the previous cache
+        times.append(_generate(model, few, 1, TokenClock(), cache_of(name, model, tokens)[1])[0])
+    return times[1:]
+
+
+def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int, warm: bool = False) -> Measured:
+    """Measure one contender; ``warm``: it was measured before in this process."""
     device, tokens = ids.device, shape.tokens + new + 64
-    firsts: list[float] = []
-    if name != PEER and ids.numel() <= WARMED:
-        while len(firsts) <= PROMPTS and sum(firsts[1:]) < PROMPT_SECONDS:
-            gc.collect()  # free the previous cache
-            firsts.append(_generate(model, ids, 1, TokenClock(), cache_of(name, model, tokens)[1])[0])
+    firsts = [] if warm else first_times(name, model, ids, tokens)
     cache, options = cache_of(name, model, tokens)
     release(device)
     before = 0
@@ -219,7 +243,8 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
     clock = TokenClock(EAGER_SECONDS if name in (BASELINE, QUANTIZED) else None)
     gc.freeze()  # do not scan objects of earlier contenders while a step is timed
     try:
-        first, out = _generate(model, ids, new + WARM + 1, clock, options)
+        with growing_segments(device, name):
+            first, out = _generate(model, ids, new + WARM + 1, clock, options)
         release(device)
         held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
@@ -237,7 +262,7 @@ def measure(name: str, model: Any, shape: Shape, ids: torch.Tensor, new: int) ->
         assert memory.allowed is None or memory.total <= memory.allowed, "the budget does not hold"
         if name != PACKED:
             assert cache.tiered.length(0) == ids.shape[1] + len(times) - 1, "tokens are missing"
-    first = statistics.median(firsts[1:]) if len(firsts) > 1 else first
+    first = statistics.median(firsts) if firsts else first
     return Measured(steps, first, held, out.sequences[:, ids.shape[1] :].tolist(), decoding, peak)
 
 
@@ -263,11 +288,11 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def contenders_in_order(shapes: Sequence[Shape], cuda: bool) -> list[tuple[Shape, str]]:
+def contenders_in_order(shapes: Sequence[Shape], cuda: bool, rounds: int = 1) -> list[tuple[Shape, str]]:
     """Pairs of shape and contender in run order: model by model, the compiling contender of each model last."""
     quantizes = _quantizer() is not None
     available = [name for name in CONTENDERS if name != QUANTIZED or (quantizes and cuda)]
-    jobs = [(shape, name) for shape in shapes for name in available if name not in shape.without]
+    jobs = [(shape, name) for shape in shapes for name in available * rounds if name not in shape.without]
     families = list(dict.fromkeys(shape.family for shape in shapes))
     return sorted(jobs, key=lambda job: (families.index(job[0].family), job[1] == PEER))
 
@@ -288,20 +313,21 @@ def run(
     start, model, loaded = time.perf_counter(), None, ""
     first_tokens: dict[str, list[int]] = {}
     results: dict[str, CaseResult] = {}
+    rounds = CPU_ROUNDS if device.type == "cpu" else 1
     for case in chosen:
-        measured: dict[str, Any] = {name: {} for name in ("first_s", "cache_bytes", "peak_bytes", "how", "left_out")}
+        measured: dict[str, Any] = {name: {} for name in MEASURED}
         results[case.name] = CaseResult(case.name, case.params | measured, case.bytes, 0, 1, True)
         report.cases.append(results[case.name])
-    for shape, name in contenders_in_order([shape_of(case) for case in chosen], device.type == "cuda"):
+    for shape, name in contenders_in_order([shape_of(case) for case in chosen], device.type == "cuda", rounds):
         result, begin = results[shape.name], time.perf_counter()
         if begin - start > PATIENCE[device.type] * (TOTAL - COMPILING * (name == PEER)):
-            result.params["left_out"][name] = f"{begin - start:.0f} s had passed"
+            if all(row.name != name for row in result.rows):
+                result.params["left_out"][name] = f"{begin - start:.0f} s had passed"
             continue
         if loaded != shape.family:
             model, loaded = None, shape.family
             model = load(shape, device)
         row = run_contender(name, model, shape, device, quick, result, first_tokens)
-        result.rows.append(row)
         decoding = row.error or result.params["how"][name]
         took, now = (time.perf_counter() - x for x in (begin, start))
         print(f"{shape.name} {name}: {decoding} {took:.0f} s, {now:.0f} s in all", file=sys.stderr, flush=True)
@@ -319,25 +345,38 @@ def run_contender(
     result: CaseResult,
     first_tokens: dict[str, list[int]],
 ) -> Row:
-    """Row of one contender, with an error if it failed; ``first_tokens`` of each case are those of the first one."""
+    """Add the row of one contender, or samples to the one it has; with an error if it failed.
+
+    ``first_tokens`` of each case are those of the first contender.
+    """
     new = (STEPS // 3 if quick else STEPS) if device.type == "cuda" else shape.cpu_steps
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, shape.model.vocab, (shape.rows, shape.tokens), device=device, generator=generator)
-    row = Row(name, KINDS[name])
+    row = next((row for row in result.rows if row.name == name), None)
+    again = row is not None
+    if row is None:
+        row = Row(name, KINDS[name])
+        result.rows.append(row)
+    elif row.error:
+        return row
     release(device)
     try:
         with limited(PATIENCE[device.type] * LIMIT):
-            measured = measure(name, model, shape, ids, new)
+            measured = measure(name, model, shape, ids, new, again)
         known = first_tokens.setdefault(shape.name, [tokens[0] for tokens in measured.tokens])
         same = sum(a == tokens[0] for a, tokens in zip(known, measured.tokens, strict=True))
         # All compute the prompt at 16 bit; rounding may change a token in some row at most.
         assert 2 * same >= len(known), f"{same} of {len(known)} first tokens are as before"
     except (AssertionError, ImportError, RuntimeError, TimeoutError) as error:
         row.correct, row.error = False, " ".join(str(error).split())[:300]
+        row.us, row.samples = None, []
     else:
-        row.us, row.samples = stats.summary(measured.samples), measured.samples
+        row.samples = [*row.samples, *measured.samples]
+        row.us = stats.summary(row.samples)
+        firsts = result.params["firsts"].setdefault(name, [])
+        firsts.append(measured.first)
         kept = {
-            "first_s": measured.first,
+            "first_s": statistics.median(firsts),
             "cache_bytes": measured.cache,
             "peak_bytes": measured.peak,
             "how": measured.decoding,
