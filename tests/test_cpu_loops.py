@@ -152,9 +152,9 @@ def test_mass_is_added_as_by_torch(q_len: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_step_is_a_write_and_a_decode(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.attention.decode import step_numba
+    from kvstrata.attention.decode import numba as decode_numba
 
-    monkeypatch.setattr(step_numba, "THREADED", 1)
+    monkeypatch.setattr(decode_numba, "THREADED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     cache = cache_of(dtype, True)
     plan = kvstrata.DecodePlan(cache, 6, requests=[0, 1], observe=2)

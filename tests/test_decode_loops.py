@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +14,6 @@ from conftest import HAS_GPU
 from decode_model import (
     DEVICE,
     HAS_NUMBA,
-    filled,
 )
 from kvstrata import TieredCache, decode_attention
 from kvstrata.attention.decode import op
@@ -38,21 +41,79 @@ def test_plain_numbers_in_compiled_loops(dtype: torch.dtype) -> None:
     assert np.array_equal(np.signbit(floats)[finite], np.signbit(want)[finite])
 
 
+def cache_of(kv_heads: int, lengths: list[int]) -> TieredCache:
+    """Three tiers; a request may be empty."""
+    cache = TieredCache(
+        1, kv_heads, 64, budget=0.3, page_tokens=16, recent_tokens=16, max_requests=3, max_tokens=400,
+        tiers=("K8V8", "K4V3", "K2V2"), dtype=torch.float16,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, sum(lengths), kv_heads, 64, generator=generator).half()
+    cache.append(0, k, v, list(range(len(lengths))), lengths)
+    cache.settle()
+    return cache
+
+
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")
-@pytest.mark.parametrize("threads", [2, 3, 9])
-def test_threads_share_out_the_heads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+@pytest.mark.parametrize(("threads", "how"), [(2, "openmp"), (5, "openmp"), (2, "pool"), (3, "pool"), (9, "pool")])
+def test_threads_share_out_the_heads(threads: int, how: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what one thread computes, and what a request gets on its own."""
     from kvstrata import threads as pools
     from kvstrata.attention.decode import numba as decode_numba
 
-    cache = filled([150, 0, 40])
-    q = torch.randn(3, 1, 6, 64)
-    alone = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
+    cache = cache_of(kv_heads, [350, 0, 40])
+    q = torch.randn(3, 2, 3 * kv_heads, 64).half()
+    options = dict(return_lse=True, return_mass=True, backend="numba", sinks=torch.randn(3 * kv_heads))
+    alone = decode_attention(q, cache, **options)
+    calls: list[int] = []
+    team, pool = pools.openmp(), pools._pool
     monkeypatch.setattr(decode_numba, "THREADED", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    together = decode_attention(q, cache, return_lse=True, return_mass=True, backend="numba")
-    assert pools._pool.cache_info().currsize >= 1
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-    assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 1, 6, 64)
+    monkeypatch.setattr(pools, "_pool", lambda n: calls.append(n) or pool(n))
+    if how == "openmp":
+        if team is None:
+            pytest.skip("torch has no OpenMP here")
+        monkeypatch.setattr(decode_numba, "openmp", lambda: lambda *given: calls.append(given[2]) or team(*given))
+    else:
+        monkeypatch.setattr(decode_numba, "openmp", lambda: None)
+    for _ in range(20 if how == "openmp" else 1):  # units are taken by whichever thread comes first
+        together = decode_attention(q, cache, **options)
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert set(calls) == {threads if how == "openmp" else min(threads, len(q) * kv_heads * (1 + kv_heads % 2)) - 1}
+    own = decode_attention(q[2:], cache, requests=[2], **options)
+    assert torch.equal(own.out, alone.out[2:])
+    assert torch.equal(own.mass, alone.mass[2:, :, :40])
+    assert decode_attention(q[:0], cache, requests=[], backend="numba").shape == (0, 2, 3 * kv_heads, 64)
+
+
+FORK = """
+import os, sys
+import torch
+import kvstrata
+from kvstrata import threads
+from kvstrata.attention.decode import numba
+
+numba.THREADED = 1
+torch.set_num_threads(2)
+cache = kvstrata.TieredCache(1, 3, 64, budget=None, page_tokens=16, max_tokens=128)
+cache.append(0, *torch.randn(2, 100, 3, 64).bfloat16())
+q = torch.randn(1, 1, 3, 64).bfloat16()
+torch.randn(300, 300) @ torch.randn(300, 300)  # torch's threads exist
+before = kvstrata.decode_attention(q, cache, backend="numba")
+assert (threads.openmp() is not None) == (sys.platform == "linux")
+if os.fork() == 0:
+    assert threads.openmp() is None
+    same = torch.equal(kvstrata.decode_attention(q, cache, backend="numba"), before)
+    os._exit(0 if same else 3)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(not HAS_NUMBA or HAS_GPU or not hasattr(os, "fork"), reason="numba, a CPU backend, is not there")
+def test_a_forked_process_does_not_wait_for_threads_that_are_gone() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not HAS_NUMBA or HAS_GPU, reason="numba, a CPU backend, is not there")

@@ -15,19 +15,21 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
-from numba.core.types import Type
 
 # In `fast`, sums in any order and fused products are allowed; infinities and NaN are preserved.
 REORDERED = {"reassoc", "contract", "nsz"}
+_CALLBACKS: list[CFunc] = []
 
 
 class LoopCache(FunctionCache):
-    """numba's disk cache of one loop, with `digest` as part of the key."""
+    """numba's disk cache of one loop, or of a function for C, with `digest` as part of the key."""
 
-    def __init__(self, loop: Dispatcher) -> None:
-        super().__init__(loop.py_func)
+    def __init__(self, loop: Any) -> None:
+        super().__init__(getattr(loop, "py_func", loop))
         self._loop = loop
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
@@ -45,8 +47,17 @@ exact: Any = _compile  # sums in the order written: part of the format, or the s
 fast: Any = functools.partial(_compile, fastmath=REORDERED)
 
 
+def callback(function: Callable[[Any], None]) -> int:
+    """Address of ``function(data)``, compiled for C: ``void (*)(void *)``. Never freed."""
+    compiled: Any = CFunc(function, ((types.voidptr,), types.void), {}, {"error_model": "numpy"})
+    compiled._cache = LoopCache(function)
+    compiled.compile()
+    _CALLBACKS.append(compiled)
+    return compiled.address
+
+
 @functools.cache
-def digest(loop: Dispatcher) -> str:
+def digest(loop: Any) -> str:
     """Hash of the code, options and constants of a loop and of all loops that it calls."""
     told, seen = hashlib.sha256(), set()
     waiting: list[Any] = [loop]
@@ -72,7 +83,9 @@ def _describe(value: Any) -> Iterator[tuple[str, list[Any]]]:
         yield "intrinsic", [value._defn]
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype} {value.shape}", [value.tobytes()]
-    elif isinstance(value, (bool, int, float, complex, str, bytes, tuple, type(None), np.generic, np.dtype, Type)):
+    elif isinstance(
+        value, (bool, int, float, complex, str, bytes, tuple, type(None), np.generic, np.dtype, types.Type)
+    ):
         yield f"{type(value).__name__} {value!r}", []
     else:  # modules, types, classes
         yield f"{type(value).__name__} {getattr(value, '__name__', '')}", []

@@ -44,22 +44,47 @@ def hide(scores, position, last, before):
 
 
 @fast
-def softmax(scores, sink):
-    """Turn scores into weights, zeros if nothing is visible; returns the log of the sum, including the sink.
+def exponents(scores):
+    """Turn scores into exponentials of their distance to the maximum; returns the maximum and their sum.
 
-    As in torch, all weights are NaN if a score or the sink is NaN or +inf.
+    The maximum is NaN if a score is; exponentials are NaN if it is NaN or +inf, and zero if it is -inf.
     """
-    top = max(greatest(scores), sink)
-    unknown = any_nan(scores) or sink != sink
-    if unknown or top == np.inf:
+    top = greatest(scores)
+    if any_nan(scores):
+        top = np.float32(np.nan)
+    if top != top or top == np.inf:
         for i in range(len(scores)):
             scores[i] = np.nan
-        return np.float32(np.nan) if unknown else top
-    total = exponentials(scores, top) + (np.float32(math.exp(sink - top)) if top > -np.inf else np.float32(0))
-    by = np.float32(1) / total if total > 0 else np.float32(0)
-    for i in range(len(scores)):
-        scores[i] *= by
-    return top + np.float32(math.log(total)) if top > -np.inf else top
+        return top, np.float32(np.nan)
+    return top, exponentials(scores, top)
+
+
+@fast
+def merged(stats, sink, by):
+    """Softmax over parts and a sink: maximum and sum of all, from ``stats [parts, 2]`` of `exponents`.
+
+    Sets ``by [parts]`` to what the parts' sums of exponentials are multiplied with. If a score or the sink is NaN or
+    +inf, all of ``by`` is NaN and the sum is 0, so that the log of the sum is the maximum, as in torch.
+    """
+    top, known = np.float32(sink), sink == sink
+    for part in range(len(stats)):
+        known = known and stats[part, 0] == stats[part, 0]
+        top = max(top, stats[part, 0])
+    if not known or top == np.inf:
+        for part in range(len(stats)):
+            by[part] = np.nan
+        return (top if known else np.float32(np.nan)), np.float32(0)
+    if top == -np.inf:
+        for part in range(len(stats)):
+            by[part] = 0
+        return top, np.float32(0)
+    total = np.float32(math.exp(sink - top))
+    for part in range(len(stats)):
+        by[part] = math.exp(stats[part, 0] - top)
+        total += stats[part, 1] * by[part]
+    for part in range(len(stats)):
+        by[part] /= total
+    return top, total
 
 
 @fast

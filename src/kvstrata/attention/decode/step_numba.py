@@ -11,9 +11,8 @@ import torch
 
 from kvstrata.cache.move.append_numba import KINDS, offsets, places, write
 from kvstrata.cache.tiered_cache import TieredCache
-from kvstrata.threads import share_out
 
-from .numba import NO_SINKS, THREADED, decode_heads, views
+from .numba import MASS, NO_SINKS, attend, memory_of, views
 from .plan import DecodePlan
 
 
@@ -49,25 +48,19 @@ class LayerStep:
         `TieredCache.advance` must have made room for the token. The cache is mutated.
         """
         cache, observation = self.cache, self.plan.observation
-        q, k, v = (x.detach().float().contiguous().numpy() for x in (query, key, value))
-        rows, heads, _, dim = q.shape
-        q, k, v = q.reshape(rows, 1, heads, dim), k[:, :, 0], v[:, :, 0]
+        q = query.detach().float().contiguous()
+        k, v = (x.detach().float().contiguous().numpy()[:, :, 0] for x in (key, value))
         longest = int(cache._lengths[:, self.layer].max())
         observes = observation is not None and observation.due(self.layer)
-        out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:3], np.float32)
-        mass = np.zeros((rows, cache.kv_heads, longest if observes else 0), np.float32)
         sink_logits = NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
         clamp = cache.dtype == torch.float16 and key.dtype != cache.dtype
-        rows_written = (*self.places, k, v, clamp, self.written)
-        write(*rows_written)
-        arguments = (
-            *self.views, self.requests, q, np.float32(scale), 0, np.float32(softcap or 0.0), sink_logits, out, lse,
-            mass, observes,
+        write(*self.places, k, v, clamp, self.written)
+        rows, heads, _, dim = query.shape
+        memory = memory_of((rows, 1, heads, dim), cache.kv_heads, longest if observes else 0)
+        out, results = attend(
+            self.views, self.requests, q, memory, longest, scale, 0, softcap or 0.0, sink_logits
         )  # fmt: skip
-        head_caches = rows * cache.kv_heads
-        threads = torch.get_num_threads() if head_caches * longest >= THREADED else 1
-        share_out(decode_heads, arguments, head_caches, threads)
         if observes:
             assert observation is not None
-            observation.add(self.layer, self.plan.requests, torch.from_numpy(mass))
-        return torch.from_numpy(out).to(query.dtype)
+            observation.add(self.layer, self.plan.requests, torch.from_numpy(memory.array(results, MASS)))
+        return out.to(query.dtype)
