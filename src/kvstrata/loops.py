@@ -73,7 +73,7 @@ def digest(loop: Any) -> str:
 
 
 def _describe(value: Any) -> Iterator[tuple[str, list[Any]]]:
-    """What identifies a value that compiled code uses, and the values used by it."""
+    """Text that identifies a value in compiled code, and the values that it uses."""
     if isinstance(value, Dispatcher):
         options = {name: sorted(x) if isinstance(x, set) else x for name, x in value.targetoptions.items()}
         yield repr(sorted(options.items())), [value.py_func]

@@ -147,7 +147,7 @@ def attend(
 
     ``q``: float32, contiguous, without gradient, values in the order of ``plan.q``. ``tokens``: the most of a request.
     """
-    memory, out = np.empty(plan.size, np.float32), torch.empty(plan.q)
+    memory, out = np.empty(plan.size, np.float32), torch.empty(plan.q, dtype=torch.float32, device="cpu")
     units, heads = plan.shapes[0][0], plan.shapes[0][0] // plan.parts
     if plan.shapes[MASS][2]:
         plan.array(memory, MASS).fill(0)

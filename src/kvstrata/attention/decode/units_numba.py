@@ -352,5 +352,5 @@ def work(data):
 
 @functools.cache
 def address_of_work() -> int:
-    """Of the compiled `work`, for C."""
+    """Address of the compiled `work`, for C."""
     return callback(work)
