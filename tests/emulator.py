@@ -178,6 +178,21 @@ def kernels_here(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Itera
     launches.kernel.cache_clear()
 
 
+def settling_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Body of a fixture: `kernels_here` for all of settling, in caches whose buckets ask for "cuda"."""
+    from kvstrata import backends
+    from kvstrata.cache.move import moves_cuda, phases, repack_cuda, whole_pages
+    from kvstrata.cache.policy import centre_cuda, plan_cuda
+    from kvstrata.quant import op as quantize_op
+
+    modules = (moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda)
+    for where in kernels_here(monkeypatch, *modules):
+        if where == "cpu":
+            monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
+            monkeypatch.setattr(backends, "resolve", lambda name, device: "reference" if name == "auto" else name)
+        yield where
+
+
 def decode_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run backend "cuda" of `decode_attention` on the emulator, with three multiprocessors."""
     from kvstrata.attention.decode import cuda as decode_cuda

@@ -138,7 +138,7 @@ class Batch:
         for row, (length, n) in enumerate(zip(self.lengths, q_lens, strict=True)):
             k, v = self.rows(row)
             for i in range(n):
-                own = length - n + i
+                own = max(length - n + i, -1)  # a query before the first token sees nothing
                 low_end = 0 if sliding_window is None else max(own - sliding_window + 1, 0)
                 for h in range(heads):
                     keys, values = (x[low_end : own + 1, h * self.kv_heads // heads] for x in (k, v))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import emulator
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append as append_op
 from kvstrata.cache.move import apply
+from kvstrata.cache.policy import settle_cuda
 from kvstrata.quant.calibration import Calibration, LayerCalibration, exponents, factors
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -229,13 +231,28 @@ def test_with_a_calibration_codes_depend_on_rows_alone():
     assert torch.equal(cache.centre[0], cache.centre[2])
 
 
-def test_with_a_calibration_the_way_through_the_tiers_decides():
-    """A prompt at once and in chunks: rows straight from 16 bit are the same, those from K8V8 are encoded from it."""
+@pytest.fixture
+def settling(monkeypatch):
+    """CUDA kernels that settle, emulated without a GPU."""
+    yield from emulator.settling_kernels(monkeypatch)
+
+
+@pytest.mark.parametrize("by_kernels", [True] if HAS_GPU else [False, True])
+def test_with_a_calibration_the_way_through_the_tiers_decides(by_kernels, request):
+    """A prompt at once and in chunks: rows straight from 16 bit are the same, those from K8V8 are encoded from it.
+
+    CUDA kernels add in another order for whole pages than for single tokens: a value on the boundary of two levels may
+    get the adjacent code.
+    """
     options = dict(tiers=["K8V8", "K4V4"], policy="recency", calibration=calibration(), sink_tokens=0, budget=0.4)
     cache = build(True, **options)
+    if by_kernels:
+        request.getfixturevalue("settling")
+        cache.buckets.backend = "cuda"
+    assert settle_cuda.supports(cache) == by_kernels
     k, v = rows(400, 0)
     cache.append(1, k, v, requests=[0])
-    at_once = cache.tier_map(1, 0).clone()
+    at_once = cache.tier_map(1, 0).cpu()
     former = []
     for i in range(0, 400, 40):
         cache.append(1, k[i : i + 40], v[i : i + 40], requests=[1])
@@ -243,11 +260,18 @@ def test_with_a_calibration_the_way_through_the_tiers_decides():
         tiers[:, : i + 40] = cache.tier_map(1, 1).cpu()
         former.append(tiers)
     came_by_8 = (torch.stack(former) == 1).any(0) & (former[-1] == 2)
-    both = (at_once.cpu() == former[-1]) & (former[-1] > 0)
-    equal = (cache.gather(1, 0)[0] == cache.gather(1, 1)[0]).all(-1).cpu()
-    assert equal[both & ~came_by_8].all()
+    both = (at_once == former[-1]) & (former[-1] > 0)
+    first, second = (cache.gather(1, request)[0].float().cpu() for request in (0, 1))
+    equal = (first == second).all(-1)
+    direct = both & ~came_by_8
+    if by_kernels:
+        assert (~equal[direct]).sum() <= 0.03 * direct.sum()
+        difference = (first - second).norm(dim=-1) / first.norm(dim=-1)
+        assert (difference[direct] < 0.1).all()  # a level of one value is 0.04 of the row
+    else:
+        assert equal[direct].all()
     assert (both & came_by_8).any()
-    assert not equal[both & came_by_8].all()
+    assert (~equal[both & came_by_8]).float().mean() > 0.5
 
 
 def test_a_calibration_of_another_model_is_refused():

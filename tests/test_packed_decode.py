@@ -23,6 +23,7 @@ CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
     "8 bit in parts of pages": (("K8V8", 128, 64), [200, 70], dict(shared=True), dict(group=1)),
     "ragged queries": (("K4V4", 64, 16), [70, 33, 5], {}, dict(q_lens=[3, 1, 5], group=4)),
     "a request without queries": (("K2V2", 64, 32), [70, 33, 50], {}, dict(q_lens=[2, 0, 1])),
+    "more queries than tokens": (("K4V4", 64, 16), [2, 40, 1], {}, dict(q_lens=[4, 4, 4], group=2)),
     "window": (("K4V4", 64, 16), [150, 20, 3], dict(pages_per_block=4), dict(sliding_window=33)),
     "window, queries": (("K3V3", 64, 16), [90, 40], {}, dict(q_lens=[4, 4], sliding_window=17, group=2)),
     "sinks and softcap": (("K4V4", 64, 16), [60, 0], {}, dict(sinks=sinks(6), softcap=3.0, loud=4.0)),
@@ -41,7 +42,15 @@ CASES: dict[str, tuple[tuple, list[int], dict, dict]] = {
 }
 
 
-INTERPRETED = ("one query", "ragged queries", "window", "centre and balance", "odd head_dim", "sinks and softcap")
+INTERPRETED = (
+    "one query",
+    "ragged queries",
+    "more queries than tokens",
+    "window",
+    "centre and balance",
+    "odd head_dim",
+    "sinks and softcap",
+)
 
 
 def case(name: str, backend: str) -> None:

@@ -182,7 +182,7 @@ def test_prompt_kernel_gives_the_bytes_of_the_token_kernel(
     mapping = {
         "aligned": long,
         "amid a tile": long[5:230],  # every window has a run of 16, at its end
-        "two requests": torch.cat([long[3:100], torch.tensor([-1, -1, 383, 384, 9999]), long[130:250]]),
+        "two requests": torch.cat([long[3:100], torch.tensor([-1, -1, 319, 384, 9999]), long[130:250]]),
         "single tokens": long[torch.randperm(256, generator=torch.Generator().manual_seed(3))[:70]],
         "short": long[:9],
     }

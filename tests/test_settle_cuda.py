@@ -15,17 +15,14 @@ import emulator
 from allocations import Allocations
 from cache_model import fingerprint
 from cache_model import same as alike
-from kvstrata import backends
 from kvstrata.cache import BudgetExceeded, TieredCache
-from kvstrata.cache.move import moves_cuda, phases, repack_cuda, whole_pages
 from kvstrata.cache.ops import append_prompt
-from kvstrata.cache.policy import centre_cuda, plan_cuda, settle_cuda
+from kvstrata.cache.policy import settle_cuda
 from kvstrata.cache.policy.prompt_cuda import PreparedPrompt
 from kvstrata.cache.policy.room import fits_each
 from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Fresh
 from kvstrata.cache.storage.transaction import Transaction
-from kvstrata.quant import op as quantize_op
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -33,12 +30,7 @@ HAS_GPU = torch.cuda.is_available()
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A GPU, or the CPU with "cuda" emulated for caches whose buckets ask for it."""
-    modules = (moves_cuda, quantize_op, repack_cuda, phases, whole_pages, plan_cuda, centre_cuda)
-    for where in emulator.kernels_here(monkeypatch, *modules):
-        if where == "cpu":
-            monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})
-            monkeypatch.setattr(backends, "resolve", lambda name, device: "reference" if name == "auto" else name)
-        yield where
+    yield from emulator.settling_kernels(monkeypatch)
 
 
 def pair(device: str, **options) -> tuple[TieredCache, TieredCache]:
