@@ -279,6 +279,11 @@ def test_positions_use_int32_beyond_32768_tokens() -> None:
         (dict(decay=1.0), "decay: expected"),
         (dict(decay="a"), "decay: expected a number in .* got 'a'"),
         (dict(settle_every=0), "settle_every: expected"),
+        (dict(max_tokens=2**31), "max_tokens: expected an int from 1 to 2147483647, got 2147483648"),
+        (
+            dict(max_tokens=2**31 - 1, max_requests=9),
+            "max_tokens: expected fewer than [0-9,]+ for 9 requests, .* tiers, got",
+        ),
         (dict(device="tpu9"), "device: expected one that torch knows, such as 'cpu' or 'cuda', got 'tpu9'"),
         (dict(device="meta"), "device: expected one that torch knows, .* got 'meta'"),
     ],

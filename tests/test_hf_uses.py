@@ -197,6 +197,26 @@ def test_modules_that_accelerate_moves() -> None:
     assert torch.equal(greedy(model, ids, StrataCache(model.config, budget=1.0), new=6), expected)
 
 
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+def test_a_prompt_after_an_interrupted_one_is_refused(budget: float) -> None:
+    """Some layers have the tokens of the first try: the error says so, and `reset` is a way out."""
+    model, ids = make("llama"), prompt(1, 60)
+    cache = StrataCache(model.config, budget=budget)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=cache)
+    hook.remove()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected 60 tokens in layer 1, .* got 0: .* reset\(\)"):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    other = StrataCache(model.config, budget=budget)
+    assert torch.equal(greedy(model, ids, cache), greedy(model, ids, other))
+
+
 def test_layers_on_several_devices_are_refused() -> None:
     """With a device_map over GPUs; a meta tensor stands for the second one."""
     cache = StrataCache(make("llama").config, **SMALL)

@@ -138,7 +138,7 @@ class TieredCache(RequestOperations):
         self.recent_tokens = check_int("recent_tokens", recent_tokens, 1)
         self.sink_tokens = check_int("sink_tokens", sink_tokens, 0)
         self.max_requests = check_int("max_requests", max_requests, 1)
-        self.max_tokens = check_int("max_tokens", max_tokens, 1)
+        self.max_tokens = check_int("max_tokens", max_tokens, 1, 2**31 - 1)  # positions are int32
         self.page_tokens = page_tokens
         check_int("settle_every", settle_every, 1)
         if dtype not in DTYPES:
@@ -190,6 +190,7 @@ class TieredCache(RequestOperations):
         self.formats = tuple(kind.format for kind in self.page_formats)
         check_tiers(self.formats, tiers)
         self._arguments["tiers"] = tuple(tiers)
+        sizes.check_tables(len(self.formats))
 
         with torch.inference_mode(False):  # the tensors are written later, also outside inference mode
             strides = [kind.stride for kind in self.page_formats]

@@ -126,6 +126,15 @@ class Columns(Cache):
         if all(layer.columns <= start for layer in self._strata()):
             self._real = self._real[:, :start]
 
+    def check_interrupted(self, layer: StrataLayer, queries: int, error: Exception) -> None:
+        """RuntimeError if ``layer`` failed because it lacks tokens of an earlier forward that was interrupted."""
+        before = self._strata()[0].columns - queries
+        if layer.columns < before:
+            raise RuntimeError(
+                f"past_key_values: expected {before} tokens in layer {layer.place}, as in the first one, got"
+                f" {layer.columns}: an earlier forward was interrupted; call reset() and repeat the prompt"
+            ) from error
+
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host part of a step; True in all its layers.
 

@@ -76,6 +76,8 @@ class Owner(Protocol):
 
     def _forget(self, start: int) -> None: ...
 
+    def check_interrupted(self, layer: StrataLayer, queries: int, error: Exception) -> None: ...
+
     def _undo_step(self) -> None: ...
 
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool: ...
@@ -173,8 +175,9 @@ class StrataLayer(CacheLayerMixin):
                             self._balance(query, key, real, module)
                         self._estimate(call, real)
                     out = self._prompt(call, real)
-        except Exception:
+        except Exception as error:
             self.owner._forget(self.columns)
+            self.owner.check_interrupted(self, queries, error)
             raise
         self.columns += queries
         return out

@@ -53,6 +53,14 @@ class Sizes:
         formats = (Format.parse(name, self.head_dim, self.page_tokens) for name in (plain, *names))
         return tuple(PageFormat(f, self.dtype, self.position_dtype, self.importance, self.device) for f in formats)
 
+    def check_tables(self, tiers: int) -> None:
+        """ValueError if the page tables of ``tiers`` tiers would have 2^31 entries (8 GiB) or more."""
+        entries = self.max_requests * self.layers * self.kv_heads * tiers * self.max_pages
+        if entries >= 2**31:
+            per = f"{self.max_requests} requests, {self.layers} layers, {self.kv_heads} KV heads and {tiers} tiers"
+            most = 2**31 // (entries // self.max_pages) * self.page_tokens
+            raise ValueError(f"max_tokens: expected fewer than {most:,d} for {per}, got {self.max_tokens:,d}")
+
     def slabs(self, stride: int, tiers: int) -> tuple[int, int]:
         """Address range of a slab in bytes, and how many the tables hold: small slabs waste less, but not millions."""
         pages = self.max_requests * self.layers * self.kv_heads * (self.max_pages + tiers - 1)
