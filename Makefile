@@ -1,6 +1,6 @@
 # The project's jobs. `make demo`, `make test` and `make lint` build .venv themselves from pyproject.toml and
 # constraints.txt, and again only when one of these changes. `make gpu` installs nothing: it runs the working tree
-# with the packages of PYTHON, because GPU hosts often have no package index.
+# with the packages of PYTHON, so that it also works offline.
 
 PYTHON ?= python3
 JOBS ?= 2

@@ -134,9 +134,9 @@ def caption(report: Report) -> str:
     machine, v = report.machine, report.machine["versions"]
     taken = sorted({row.us.n for case in report.cases for row in case.rows if row.us}) or [0]
     samples = f"{taken[0]} to {taken[-1]}" if len(taken) > 1 else str(taken[0])
-    again = "".join(f", some cases {each}" for each in dict.fromkeys(case.measured for case in report.cases) if each)
+    measured = dict.fromkeys(case.measured or provenance(machine) for case in report.cases) or [provenance(machine)]
     return (
-        f"{report.op} on {machine['name']}, torch {v['torch']}, {provenance(machine)}{again}: "
+        f"{report.op} on {machine['name']}, torch {v['torch']}, {'; '.join(measured)}: "
         f"median of {samples} {report.method.get('how', 'cold interleaved samples')}"
         f"{' (quick)' if report.method['quick'] else ''}, "
         f"copy peak {report.peak['tb_s']:.3g} TB/s, floor {report.floor['us']:.2f} us"

