@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import HAS_GPU
+from kvstrata import Format, prefill_packed, store_packed
 from kvstrata.engines.batch import make_batch, runs, split
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -107,6 +108,37 @@ def test_first_chunks_need_no_pages():
 )
 def test_requests_of_one_call(queries, lengths, options, calls):
     assert list(runs(queries, lengths, **(dict(short=0, most_tokens=None) | options))) == calls
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "chunks", [[(41, 41)], [(31, 95)], [(21, 21), (41, 41)], [(21, 85), (41, 41)]], ids=lambda x: str(len(x))
+)
+def test_chunks_of_a_draft_model_attend_to_all_their_tokens(chunks, backend):
+    """Its batch has a token more per request than the lengths on the host: these are bounds only with ``ahead``."""
+    fmt = Format.parse("K8V8", 64)
+    pages = torch.zeros(16, 1, fmt.page_bytes, dtype=torch.uint8, device=DEVICE)
+    table = torch.arange(2 * len(chunks), dtype=torch.int32, device=DEVICE).view(len(chunks), 2)
+    queries, lengths = ([chunk[i] for chunk in chunks] for i in (0, 1))
+    for i, (new, length) in enumerate(chunks):
+        k, v = torch.randn(2, length - new, 1, 64, device=DEVICE)
+        store_packed(k, v, pages, 128 * i + torch.arange(length - new, device=DEVICE), fmt)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    batch = make_batch(
+        starts.to(DEVICE), starts, ints(*lengths).to(DEVICE), table, tokens=sum(queries), max_query_len=max(queries),
+        max_seq_len=128, threshold=4, seq_lens_cpu=ints(*lengths) - 1, ahead=1, short=16,
+    )  # fmt: skip
+    q, k, v = (torch.randn(sum(queries), heads, 64, device=DEVICE) for heads in (2, 1, 1))
+    for part in batch.prefills:
+        rows = slice(part.first, part.first + part.tokens)
+        given = q[rows], k[rows], v[rows], pages, part.block_table, part.seq_lens, part.cu_seqlens_q, fmt
+        bounds = dict(max_seqlen_q=part.max_seqlen_q, max_seqlen_k=part.max_seqlen_k, total_tokens=part.total_tokens)
+        stale = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        out = prefill_packed(
+            *given, **bounds, cu_seqlens_k=part.cu_seqlens_k, exact_lengths=part.exact, workspace=stale, backend=backend
+        )
+        torch.testing.assert_close(out, prefill_packed(*given, backend="reference"), atol=0.02, rtol=0.02)
+    assert sum(part.tokens for part in batch.prefills) == sum(queries)
 
 
 def test_short_chunks_are_decoded():

@@ -84,7 +84,10 @@ def test_vllm_reasons_become_explanations(engine):
         (dict(alibi_slopes=[0.5]), "ALiBi"),
         (dict(attn_type="encoder_decoder"), "attention of type encoder_decoder"),
         (dict(kv_sharing_target_layer_name="model.layers.1.attn"), "share the K and V"),
-        (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype has to be auto or 16-bit, got 'fp8'"),
+        (
+            dict(kv_cache_dtype="fp8"),
+            "--kv-cache-dtype has to be auto, or bfloat16 or float16 if .* fp8 cache, got 'fp8'",
+        ),
         (dict(chunk_lookback=2), "'chunk_lookback'"),
         (dict(head_size=80), "head_dim: expected one of"),
         (dict(num_kv_heads=1), "query heads per KV head"),
@@ -325,6 +328,44 @@ def test_calibration_of_a_rank(engine, tmp_path):
     impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
     with pytest.raises(ValueError, match="expected a file with layer 3, got 3 layers"):
         impl.do_kv_cache_update(SimpleNamespace(layer_name="model.layers.3.attn"), k, k, cache, slots)
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.attn", "draft_model.layers.0.attn"])
+def test_layers_that_make_drafts_do_not_use_the_calibration_file(engine, tmp_path, name):
+    """EAGLE's layers are numbered behind those of the target; a draft model has layers of its own."""
+    path = tmp_path / "model.safetensors"
+    Calibration([LayerCalibration(torch.full((2, 64), 2.0))] * 3).save(path)
+    engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}}, text=dict(num_hidden_layers=3))
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64)
+    profile(impl, name)
+    assert impl.layer.calibration is None
+    profile(target := layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))
+    assert target.layer.calibration.balance.unique().tolist() == [2.0]
+
+
+def test_reloaded_sinks_are_used_at_the_same_address(engine):
+    """vLLM writes new weights into the parameter and calls the hook again; graphs hold the address of the copy."""
+    sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=DEVICE), requires_grad=False)
+    impl = layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64, sinks=sinks)
+    impl.process_weights_after_loading(torch.bfloat16)
+    address = impl.layer.sinks.data_ptr()
+    assert impl.layer.sinks.dtype == torch.float32
+    sinks.data.fill_(7.0)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl.layer.sinks.tolist() == [7.0] * 4
+    assert impl.layer.sinks.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("drafts", "changed", "ahead"),
+    [
+        (0, {}, 0), (3, {}, 0), (3, dict(method="eagle3"), 0), (3, dict(method="draft_model"), 1),
+        (3, dict(method="eagle3", parallel_drafting=True), 3),
+    ],
+)  # fmt: skip
+def test_host_lengths_of_draft_models_are_bounds(engine, drafts, changed, ahead):
+    config = vllm_standin.config_of(CONFIG, drafts, **changed)
+    assert engine.ours.slots_ahead(config) == ahead
 
 
 def profile(impl, name="model.layers.2.attn"):

@@ -77,7 +77,11 @@ def config_of(additional: Any, drafts: int = 0, **changed: Any) -> SimpleNamespa
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=sizes["max_num_batched_tokens"], max_num_seqs=sizes["max_num_seqs"]
         ),
-        speculative_config=SimpleNamespace(method=sizes.get("method", "ngram")) if drafts else None,
+        speculative_config=SimpleNamespace(
+            method=sizes.get("method", "ngram"), parallel_drafting=sizes.get("parallel_drafting", False)
+        )
+        if drafts
+        else None,
         num_speculative_tokens=drafts,
         cache_config=SimpleNamespace(block_size=sizes.get("block_size", 64)),
         use_v2_model_runner=sizes.get("use_v2_model_runner", True),

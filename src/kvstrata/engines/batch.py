@@ -119,6 +119,7 @@ def make_batch(
     max_seq_len: int,
     threshold: int,
     seq_lens_cpu: torch.Tensor | None = None,
+    ahead: int = 0,
     short: int = 0,
     most_tokens: int | None = None,
     tail_slots: torch.Tensor | None = None,
@@ -134,6 +135,7 @@ def make_batch(
         max_query_len, max_seq_len: upper bounds over all requests.
         threshold: maximum queries of a request that counts as a decode; 1 without speculative decoding.
         seq_lens_cpu: upper bounds of seq_lens on the host, exact for prefills; None if unknown.
+        ahead: tokens by which seq_lens may exceed these bounds; if not 0, they are exact for no request.
         short: maximum queries of a chunk that is decoded as well; 0: none.
         most_tokens: maximum tokens prefilled by one call, including prefixes; None: any number.
         tail_slots: int32 ``[requests]`` on the device, for an engine with tails; negative: none.
@@ -160,7 +162,7 @@ def make_batch(
     if not whole:
         starts = query_start_loc_cpu[decodes : requests + 1].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
-        lengths = None if seq_lens_cpu is None else seq_lens_cpu[decodes:requests].tolist()
+        lengths = None if seq_lens_cpu is None else (seq_lens_cpu[decodes:requests] + ahead).tolist()
         for run in runs(queries, lengths, short, most_tokens, max_seq_len):
             part = slice(decodes + run.start, decodes + run.stop)
             first, last = starts[run.start], starts[run.stop]
@@ -180,7 +182,8 @@ def make_batch(
             prefill_parts.append(PrefillPart(
                 first, last - first, block_table[part], seq_lens[part], cu_seqlens_q,
                 prefix_sums(seq_lens[part]) if prefix else None, longest,
-                max_seq_len if all_tokens is None else max(all_tokens), total, all_tokens is not None, prefix, slots,
+                max_seq_len if all_tokens is None else max(all_tokens), total,
+                all_tokens is not None and not (ahead and prefix), prefix, slots,
             ))  # fmt: skip
     stored = None
     if tail_slots is not None:

@@ -58,7 +58,8 @@ logger = logging.getLogger("vllm.kvstrata")  # below vLLM's own logger, which ha
 REFUSALS = {
     "head_size not supported": f"the model's head_dim is none of {HEAD_DIMS}",
     "dtype not supported": "the model's dtype is neither float16 nor bfloat16 (--dtype)",
-    "kv_cache_dtype not supported": "kvstrata packs 16-bit rows itself, so --kv-cache-dtype has to be auto or 16-bit",
+    "kv_cache_dtype not supported": "kvstrata packs 16-bit rows itself, so --kv-cache-dtype has to be auto, or bfloat16"
+    " or float16 if the checkpoint asks for an fp8 cache",
     "block_size not supported": f"--block-size has to be a multiple of {BLOCK_SIZES[0]}",
     "partial multimodal token full attention not supported": "bidirectional attention among image tokens is missing",
     "MLA not supported": "models with multi-head latent attention (MLA) are not supported",
@@ -133,6 +134,20 @@ def check_tail(config: Any) -> None:
         raise ValueError(f"kvstrata: a tail works with drafts of {DRAFTS_WITH_TAIL} only, got {drafts.method!r}.")
 
 
+def slots_ahead(config: Any) -> int:
+    """Tokens by which device lengths of a draft model's batch may exceed those on the host, which vLLM does not update.
+
+    The draft's first step has a token more than the target's, or all draft tokens at once. Such a batch has no
+    ``req_idx``; model runner V1 gives none to the target's batches either.
+    """
+    drafts = config.speculative_config
+    if drafts is None:
+        return 0
+    if getattr(drafts, "parallel_drafting", False):
+        return config.num_speculative_tokens
+    return int(drafts.method == "draft_model")
+
+
 class KvstrataBackend(AttentionBackend):
     """Packed pages of one format in vLLM's blocks."""
 
@@ -198,6 +213,10 @@ class KvstrataBackend(AttentionBackend):
             raise ValueError(f"kvstrata: expected V as wide as K, {spec.head_size}, got a head of {spec.head_size_v}.")
         if getattr(spec, "attention_chunk_size", None) is not None:
             raise ValueError("kvstrata: chunked local attention is not supported.")
+        if getattr(spec, "sink_len", None):
+            raise ValueError("kvstrata: layers with K and V of their own in every request are not supported.")
+        if getattr(spec, "non_causal", False):
+            raise ValueError("kvstrata: non-causal attention is not supported.")
         options = current_options()
         with refused():
             token_bytes = options.bytes_per_token(spec.head_size)
@@ -227,6 +246,7 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
                 f" got batches of {threshold} tokens per request."
             )
         self.most_tokens = most_prefilled(vllm_config, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        self.slots_ahead = slots_ahead(vllm_config)
         self.tail_slots = None
         if options_of(vllm_config).tail:
             check_tail(vllm_config)
@@ -263,6 +283,7 @@ class KvstrataBuilder(AttentionMetadataBuilder[KvstrataMetadata]):
             max_seq_len=common.max_seq_len,
             threshold=self.reorder_batch_threshold,
             seq_lens_cpu=common.seq_lens_cpu_upper_bound,
+            ahead=0 if common.req_idx is not None else self.slots_ahead,
             short=MOST_QUERIES,
             most_tokens=self.most_tokens,
             tail_slots=self._slots(common),
@@ -308,19 +329,25 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
                 self.options, num_heads, self.num_kv_heads, head_size, self.scale, sliding_window or None,
                 logits_soft_cap or None, sinks,
             )  # fmt: skip
+        self._given_sinks = sinks
         self._calibrated = self.options.calibration is None
-        self.owner = Owner() if self._calibrated and self.options.weights else None
+        self.owner = Owner() if self.options.weights else None
         self._calibrated_by_weights = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks and calibrate K, after the weights of the model are loaded."""
-        if self.layer.sinks is not None:
-            self.layer.sinks = self.layer.sinks.detach().float().contiguous()
-        if self.owner is not None:
-            self._calibrate_by_weights(self.owner.get())
+        """Convert the sinks and calibrate K, after the weights of the model are loaded; again if they are reloaded."""
+        if self._given_sinks is not None:
+            sinks = self._given_sinks.detach().float().contiguous()
+            if self.layer.sinks is self._given_sinks:
+                self.layer.sinks = sinks
+            else:  # in place, because graphs hold the address
+                self.layer.sinks.copy_(sinks)
+        if self.options.calibration is None or self._calibrated_by_weights:
+            self._calibrate_by_weights()
 
-    def _calibrate_by_weights(self, module: torch.nn.Module | None) -> None:
+    def _calibrate_by_weights(self) -> None:
         """Balance and centre of K from the module that owns the layer; reloaded weights update them in place."""
+        module = None if self.owner is None else self.owner.get()
         if module is None or self.config is None:
             return
         has_rope = bool(getattr(self.config.model_config.hf_text_config, "rope_parameters", None))
@@ -343,11 +370,15 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
         with refused():
             calibration = Calibration.load(self.options.calibration or "")
             number, count = layer_index(layer.layer_name), len(calibration.layers)
+            text = None if self.config is None else self.config.model_config.hf_text_config
+            most = getattr(text, "num_hidden_layers", None)
+            if layer.layer_name.startswith("draft_model.") or (most is not None and number >= most):
+                self._calibrate_by_weights()  # a layer that makes drafts; the file is that of the target
+                self._calibrated = True
+                return
             if number >= count:
                 raise ValueError(f"calibration: expected a file with layer {number}, got {count} layers")
-            text = None if self.config is None else self.config.model_config.hf_text_config
-            most = getattr(text, "num_hidden_layers", count)
-            if count > most:
+            if most is not None and count > most:
                 raise ValueError(f"calibration: expected a file of {most} layers, got {count}")
             whole = calibration.layers[number]
             if whole.shape is not None:
