@@ -190,6 +190,8 @@ def test_reorder_shares_pages_between_beams() -> None:
     assert torch.equal(cache.gather(0, 0)[0], was[2][0])
     assert torch.equal(cache.gather(0, 1)[0], was[0][0])
     cache.check()
-    cache.select([])
-    assert cache.requests == ()
-    cache.check()
+    for _ in range(2):  # the second time there are none
+        cache.select([])
+        assert cache.requests == ()
+        cache.check()
+    cache.reorder([])

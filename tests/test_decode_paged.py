@@ -74,6 +74,15 @@ def test_paged_cache_with_score_options_equals_the_model(backend: str) -> None:
     check(some, backend)
 
 
+@each_backend
+def test_sinks_of_minus_infinity_give_zeros_where_no_token_is_seen(backend: str) -> None:
+    sinks = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf], device=DEVICE)
+    case = paged_case([9, 0, 2], q_len=3, options=dict(sinks=sinks))
+    check(case, backend)
+    out = decode_attention(case.q, case.cache, sinks=sinks, backend=backend)
+    assert not out[1].any()
+
+
 def _paged(**changes: object) -> PagedCache:
     k = torch.zeros(4, 16, 2, 64)
     given = dict(k=k, v=k, block_table=torch.zeros(1, 4, dtype=torch.int32), seq_lens=torch.ones(1, dtype=torch.int32))
@@ -85,6 +94,7 @@ BAD_BLOCKS = {
     "k type": (dict(k="a"), TypeError, "k: expected a tensor, got str"),
     "block table type": (dict(block_table=[[0, 1]]), TypeError, "block_table: expected a tensor, got list"),
     "k": (dict(k=torch.zeros(4, 64)), ValueError, "k: expected 4 dimensions"),
+    "no heads": (dict(k=torch.zeros(4, 16, 0, 64)), ValueError, "k: expected no dimension of size 0, got shape"),
     "k dtype": (dict(k=torch.zeros(4, 16, 2, 64).double()), TypeError, "k: expected one of"),
     "v": (dict(v=torch.zeros(4, 16, 1, 64)), ValueError, "v: expected shape"),
     "v dtype": (dict(v=torch.zeros(4, 16, 2, 64).half()), TypeError, "v: expected torch.float32 as k"),

@@ -314,6 +314,7 @@ def test_formats_compare_and_hash_by_value() -> None:
         (lambda: Format(4, 4, 64.0), r"head_dim: .* got 64.0"),
         (lambda: Format(4, 4, 64, 48), r"page_tokens: expected one of \(16, 32, 64\), got 48"),
         (lambda: Format(4, 4, 64, rotate=1), r"rotate: expected True or False, got 1"),
+        (lambda: Format.parse("K04V4", 64), r"name: expected K<bits>V<bits> such as 'K4V2', got 'K04V4'"),
         (lambda: Format.parse("V4K2", 64), r"name: expected K<bits>V<bits> such as 'K4V2', got 'V4K2'"),
         (lambda: Format.parse(42, 64), r"name: expected .*, got 42"),
         (lambda: Format.parse("K6V4", 64), r"k_bits: expected one of .*, got 6"),

@@ -195,6 +195,7 @@ def test_output_of_the_caller(backend: str) -> None:
     for message, wrong in {
         r"out: expected shape \(3, 6, 64\)": out[:2],
         "out: expected torch.bfloat16": out.float(),
+        "out: expected memory that does not overlap q": q,
         "out: expected a contiguous tensor": out.transpose(0, 1).contiguous().transpose(0, 1),
         "out: expected an address": torch.empty(out.numel() + 1, dtype=out.dtype, device=DEVICE)[1:].view(out.shape),
     }.items():

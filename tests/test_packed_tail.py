@@ -297,6 +297,7 @@ def test_invalid_tail_arguments_are_named() -> None:
     wrong: dict[str, dict] = {
         "tail: expected PlainRows": dict(tail=(tail.k, tail.v)),
         "tail.k: expected .max_requests, 2, tokens, 64": dict(tail=rows(k=tail.k[:, :1])),
+        "tail.k: expected requests and heads that do not overlap": dict(tail=rows(k=tail.k[:1].expand_as(tail.k))),
         "tail.k: expected a multiple of 16 tokens": dict(tail=rows(k=tail.k[:, :, :9], v=tail.v[:, :, :9])),
         "tail.v: expected torch.bfloat16": dict(tail=rows(v=tail.v.half())),
         "tail.v: expected shape": dict(tail=rows(v=tail.v[:2])),

@@ -92,7 +92,8 @@ class RequestOperations(CacheState):
         return load(self, path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RequestOperations:
-        """Independent cache with the same requests; pages that forks shared are duplicated."""
+        """Independent cache with the same requests. Pages that forks shared are duplicated, so under a budget in bytes
+        they may not fit (BudgetExceeded), or be demoted or evicted."""
         from .ops.clone import clone
 
         memo[id(self)] = copy = clone(self)

@@ -43,12 +43,12 @@ def check_format(format: Format, name: str = "fmt") -> None:
         raise ValueError(f"{name}: expected a quantised format, got {format.name}")
 
 
-def check_apart(pages: torch.Tensor, name: str) -> None:
+def check_apart(pages: torch.Tensor, name: str, what: str = "blocks") -> None:
     """Raise ValueError if blocks or heads of ``pages [num_blocks, kv_heads, bytes]`` share bytes."""
     end = pages.shape[2]
     for stride, count in sorted(zip(pages.stride()[:2], pages.shape[:2], strict=True)):
         if count > 1 and stride < end:
-            raise ValueError(f"{name}: expected blocks and heads that do not overlap, got strides {pages.stride()}")
+            raise ValueError(f"{name}: expected {what} and heads that do not overlap, got strides {pages.stride()}")
         end += (count - 1) * stride
 
 

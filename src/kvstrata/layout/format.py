@@ -66,7 +66,7 @@ class Format:
         cls, name: str, head_dim: int, page_tokens: int = 64, *, rotate: bool = True, centre: bool = True
     ) -> Format:
         """Format of a name such as ``K4V2``; raises ValueError for any other form."""
-        match = re.fullmatch(r"K(\d+)V(\d+)", name) if isinstance(name, str) else None
+        match = re.fullmatch(r"K([1-9][0-9]*)V([1-9][0-9]*)", name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"name: expected K<bits>V<bits> such as 'K4V2', got {name!r}")
         return cls(int(match[1]), int(match[2]), head_dim, page_tokens, rotate, centre)

@@ -57,6 +57,8 @@ class PagedCache:
                 raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
         if self.k.dim() != 4:
             raise ValueError(f"k: expected 4 dimensions, got shape {tuple(self.k.shape)}")
+        if 0 in self.k.shape:
+            raise ValueError(f"k: expected no dimension of size 0, got shape {tuple(self.k.shape)}")
         if self.k.dtype not in DTYPES:
             raise TypeError(f"k: expected one of {DTYPES}, got {self.k.dtype}")
         if self.v.shape != self.k.shape:

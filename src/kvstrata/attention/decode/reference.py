@@ -56,12 +56,11 @@ def _hide(scores: torch.Tensor, part: Plain | Coded, own: torch.Tensor | None, j
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, certain: bool) -> torch.Tensor:
     """Softmax over the last axis; zeros for a row of -inf, unless ``certain`` rules that out."""
-    if sinks is not None:
-        return torch.softmax(torch.cat([scores, sinks], 2), 2)[:, :, :-1]
-    weights = torch.softmax(scores, 2)
-    if not certain:
-        weights = weights.masked_fill_((scores == -torch.inf).all(2, keepdim=True), 0.0)
-    return weights
+    logits = scores if sinks is None else torch.cat([scores, sinks], 2)
+    weights = torch.softmax(logits, 2)
+    if not certain or sinks is not None:  # a sink may be -inf
+        weights = weights.masked_fill_((logits == -torch.inf).all(2, keepdim=True), 0.0)
+    return weights[:, :, : scores.shape[2]]
 
 
 def decode_at(job: Job, lengths: list[int]) -> Result:

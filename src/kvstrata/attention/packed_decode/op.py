@@ -136,7 +136,8 @@ def decode_packed(
         fixed_split: tokens per partial, independent of the rest of the batch: the output of a request is then
             batch-invariant, bit for bit. None balances the work over the device.
         return_lse: also return the log-sum-exp of the scores, including the sink.
-        out: contiguous memory of q's shape and dtype for the output; None allocates it.
+        out: contiguous memory of q's shape and dtype for the output, apart from that of the other tensors; None
+            allocates it.
         workspace: contiguous uint8 memory for partials, overwritten; if it is too small, ``cuda`` raises an error that
             names the bytes needed, and ``triton`` allocates its own. None allocates it.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.

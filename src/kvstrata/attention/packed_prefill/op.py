@@ -132,7 +132,8 @@ def prefill_packed(
             tokens and equally long prefixes, as a single request does, faster kernels are used. Lengths read from the
             device are exact.
         return_lse: also return the log-sum-exp of the scores, including sinks.
-        out: contiguous memory of q's shape and dtype for the output; None allocates it.
+        out: contiguous memory of q's shape and dtype for the output, apart from that of the other tensors; None
+            allocates it.
         workspace: contiguous uint8 memory for unpacked rows, overwritten. As many KV heads as fit are processed at a
             time; if not even one fits, the error names the bytes needed. None allocates up to 512 MB.
         backend: ``auto``, ``reference`` or ``triton``.

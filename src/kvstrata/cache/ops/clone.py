@@ -14,7 +14,10 @@ Cache = TypeVar("Cache", bound=CacheState)
 
 
 def clone(cache: Cache, **changes: Any) -> Cache:
-    """Copy a cache, optionally with other constructor arguments; BudgetExceeded if the requests do not fit."""
+    """Copy a cache, optionally with other constructor arguments; BudgetExceeded if the requests do not fit.
+
+    Forks share no pages in the copy. Under a budget in bytes they may therefore not fit, or be demoted or evicted.
+    """
     copy = type(cache)(**cache._arguments | changes)
     for request in cache.requests:
         put(copy, request, taken(cache, request))

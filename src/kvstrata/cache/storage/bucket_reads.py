@@ -53,7 +53,8 @@ class BucketReads:
 
     def handles(self, requests: np.ndarray) -> np.ndarray:
         """All pages of requests, int64; a shared page appears once per owner."""
-        pages = -(-self.host_count[requests].astype(np.int64) // self.page_tokens).reshape(len(requests), -1)
+        counts = self.host_count[requests].astype(np.int64)
+        pages = -(-counts // self.page_tokens).reshape(len(requests), self.host_count[0].size)
         first = (requests[:, None] * pages.shape[1] + np.arange(pages.shape[1])).reshape(-1) * self.max_pages
         bucket, page = spans(np.zeros(pages.size, np.int64), pages.reshape(-1))
         return self.host_table.reshape(-1)[first[bucket] + page].astype(np.int64)

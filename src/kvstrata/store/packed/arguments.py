@@ -9,7 +9,7 @@ import torch
 
 from kvstrata.checks import check_tensor, fail
 from kvstrata.layout import Format
-from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of
+from kvstrata.layout.blocks import ALIGNMENT, Blocks, blocks_of, check_apart
 
 from .plain_rows import RowTensors
 
@@ -173,6 +173,10 @@ def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: to
         check_address("workspace", workspace)
     if out is not None and out.shape != q.shape:
         fail("out", f"shape {tuple(q.shape)} as q", tuple(out.shape))
+    if out is not None and address and q.numel():
+        end = q[-1, -1, -1:].data_ptr() + q.element_size()
+        if out.data_ptr() < end and q.data_ptr() < out.data_ptr() + out.numel() * out.element_size():
+            fail("out", "memory that does not overlap q", f"addresses {out.data_ptr():#x} and {q.data_ptr():#x}")
 
 
 def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) -> None:
@@ -185,6 +189,7 @@ def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) 
     strides = x.stride()
     if strides[3] != 1 or strides[2] != dim or any(n * x.element_size() % ALIGNMENT for n in strides[:2]):
         fail(name, f"contiguous rows, other strides multiples of {ALIGNMENT} bytes", strides)
+    check_apart(x.flatten(2), name, "requests")
 
 
 def check_plain_rows(

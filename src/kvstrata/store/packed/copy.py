@@ -41,7 +41,7 @@ def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_b
         if x.dtype not in (torch.int32, torch.int64):
             fail(name, "int32 or int64", x.dtype, TypeError)
         if x.dim() != 1 or not x.is_contiguous():
-            fail(name, "one contiguous dimension", f"shape {tuple(x.shape)}")
+            fail(name, "one contiguous dimension", f"shape {tuple(x.shape)} and strides {x.stride()}")
     if dst_blocks.shape != src_blocks.shape or dst_blocks.dtype != src_blocks.dtype:
         fail("dst_blocks", f"{src_blocks.dtype} {tuple(src_blocks.shape)} as src_blocks",
               f"{dst_blocks.dtype} {tuple(dst_blocks.shape)}")  # fmt: skip
