@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ pytest.importorskip("transformers")
 
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_model import FAMILIES, SMALL, greedy, make, prompt
 from kvstrata.hf import StrataCache
@@ -197,11 +199,8 @@ def test_modules_that_accelerate_moves() -> None:
     assert torch.equal(greedy(model, ids, StrataCache(model.config, budget=1.0), new=6), expected)
 
 
-@pytest.mark.parametrize("budget", [0.5, 1.0])
-def test_a_prompt_after_an_interrupted_one_is_refused(budget: float) -> None:
-    """Some layers have the tokens of the first try: the error says so, and `reset` is a way out."""
-    model, ids = make("llama"), prompt(1, 60)
-    cache = StrataCache(model.config, budget=budget)
+def interrupted(model: Any, cache: Any, ids: torch.Tensor) -> None:
+    """A forward that is interrupted after the first layer."""
 
     def interrupt(*given: Any) -> None:
         raise KeyboardInterrupt
@@ -210,11 +209,99 @@ def test_a_prompt_after_an_interrupted_one_is_refused(budget: float) -> None:
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(ids, past_key_values=cache)
     hook.remove()
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected 60 tokens in layer 1, .* got 0: .* reset\(\)"):
-        model(ids, past_key_values=cache)
-    cache.reset()
-    other = StrataCache(model.config, budget=budget)
+
+
+KINDS = [dict(budget=0.5), dict(budget=1.0), dict(format="K8V8", max_tokens=256)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("options", KINDS, ids=["0.5", "1.0", "K8V8"])
+@pytest.mark.parametrize("columns", [1, 60])
+def test_after_an_interrupted_prompt(name: str, options: dict, columns: int) -> None:
+    """Some layers have its tokens: the next forward says so, and `reset` is a way out. Packed layers alone undo it."""
+    model, ids = make(name), prompt(1, 60)
+    cache, other = StrataCache(model.config, **options), StrataCache(model.config, **options)
+    interrupted(model, cache, ids)
+    if "format" not in options or name != "llama":
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"a cache whose last forward was complete.* reset\(\)"):
+            model(ids[:, :columns], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="complete"):
+            greedy(model, ids, copy.deepcopy(cache))
+        cache.reset()
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids, other))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("options", KINDS, ids=["0.5", "1.0", "K8V8"])
+def test_after_a_refused_turn(name: str, options: dict) -> None:
+    """Nothing is stored where the first layer refuses; where others have stored before, the next forward says so."""
+    model, ids = make(name), prompt(2, 20)
+    cache, other = StrataCache(model.config, **options), StrataCache(model.config, **options)
+    runs = [greedy(model, ids, x, new=12) for x in (cache, other)]
+    turn = torch.cat([runs[0], prompt(2, 6, seed=9)], 1)
+    ones, bad = torch.ones_like(turn), torch.ones_like(turn)
+    bad[0, 25] = 0
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        greedy(model, turn, cache, attention_mask=bad)
+    if name == "llama":
+        again = greedy(model, turn, cache, attention_mask=ones)
+        assert torch.equal(again, greedy(model, turn, other, attention_mask=ones))
+    else:
+        with pytest.raises(RuntimeError, match="a cache whose last forward was complete"):
+            greedy(model, turn, cache, attention_mask=ones)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["0.5", "1.0", "K8V8"])
+def test_a_refused_first_prompt_leaves_an_empty_cache(options: dict) -> None:
+    model = make("llama")
+    cache = StrataCache(model.config, **options)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)  # not causal
+    with torch.no_grad(), pytest.raises(NotImplementedError):
+        model(prompt(1, 9), past_key_values=cache, attention_mask=mask)
+    ids = prompt(2, 30)
+    assert torch.equal(greedy(model, ids, cache), greedy(model, ids, StrataCache(model.config, **options)))
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["0.5", "1.0", "K8V8"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_caches_are_freed_without_garbage_collection(name: str, options: dict) -> None:
+    model, alive = make(name), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            cache = StrataCache(model.config, **options)
+            greedy(model, prompt(1, 40), cache, new=4)
+            copied = copy.deepcopy(cache)
+            greedy(model, prompt(1, 50), copied, new=4)
+            alive += [weakref.ref(cache), weakref.ref(copied)]
+            del cache, copied
+        assert [x() for x in alive] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["0.5", "1.0", "K8V8"])
+@pytest.mark.parametrize("name", ["llama", "gemma3-window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_generates_tokens(name: str, options: dict, dtype: torch.dtype) -> None:
+    """Rotary embeddings make K float32 where V has autocast's dtype; tails and pages keep their own."""
+    model = make("llama" if name == "llama" else "gemma3")
+    if name != "llama":
+        model.config.sliding_window = 256
+        model = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa").eval()
+    cache = StrataCache(model.config, **(options | ({"max_tokens": 512} if "format" in options else {})))
+    with torch.autocast("cpu", dtype=dtype):
+        tokens = greedy(model, prompt(2, 300), cache, new=6)
+    assert tokens.shape[1] == 306
+
+
+def test_attentions_asked_for_by_the_config_are_refused() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="output_attentions: expected neither"):
+        model(prompt(1, 9), past_key_values=StrataCache(model.config))
 
 
 def test_layers_on_several_devices_are_refused() -> None:

@@ -337,11 +337,11 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks and calibrate K, after the weights of the model are loaded; again if they are reloaded."""
         if self._given_sinks is not None:
-            sinks = self._given_sinks.detach().float().contiguous()
-            if self.layer.sinks is self._given_sinks:
+            sinks, used = self._given_sinks.detach().float().contiguous(), self.layer.sinks
+            if used is None or used is self._given_sinks:
                 self.layer.sinks = sinks
             else:  # in place, because graphs hold the address
-                self.layer.sinks.copy_(sinks)
+                used.copy_(sinks)
         if self.options.calibration is None or self._calibrated_by_weights:
             self._calibrate_by_weights()
 

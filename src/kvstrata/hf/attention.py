@@ -149,7 +149,8 @@ def _check(
         raise NotImplementedError(
             f"sliding_window: expected {window} in this layer of the cache, got {options['sliding_window']}"
         )
-    if options.get("dropout") or options.get("output_attentions"):
+    config = getattr(module, "config", None)
+    if options.get("dropout") or options.get("output_attentions") or getattr(config, "output_attentions", False):
         raise NotImplementedError(
             "dropout, output_attentions: expected neither with a StrataCache; model.eval() turns dropout off, and the"
             " weights of packed tokens are not returned"

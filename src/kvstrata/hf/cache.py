@@ -78,15 +78,16 @@ class StrataCache(Columns):
 
     Layers that cannot be compressed (short sliding windows, linear attention, other shapes of K and V) are left to
     transformers; ``plain_layers`` maps each to the reason. ``tiered`` is the TieredCache, available from the first
-    token. Gradients do not flow through stored tokens. Not safe under CUDA graph capture by the caller, since a forward
-    reads
-    sizes on the host: the cache captures steps itself, and `kvstrata.hf.step` has a step for engines to capture.
+    token. Gradients do not flow through stored tokens, nor through the attention of later calls with few tokens. Not
+    safe under CUDA graph capture by the caller, since a forward reads sizes on the host: the cache captures steps
+    itself, and `kvstrata.hf.step` has a step for engines to capture.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or the model cannot be compressed.
         NotImplementedError: from a forward with a mask beyond causal order and padding, packed sequences or
             ``output_attentions``, and from offloading.
         BudgetExceeded: from a forward whose tokens do not fit ``budget_bytes``.
+        RuntimeError: from a forward after one that failed when some layers had stored its tokens; `reset` is needed.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -414,6 +415,7 @@ class StrataCache(Columns):
         for layer in self.layers:
             layer.reset()
         self.prompts.drop()
+        self.interrupted = False
         self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
         self.steps.forget()
         self.forward.drop()

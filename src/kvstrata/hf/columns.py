@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvstrata.cache import TieredCache
 
 from . import mask as masks
 from .hybrid import HybridLayer
 from .layer import StrataLayer
+from .owned import adopt
 from .prompts import Prompts
 from .steps import Steps
 
@@ -31,6 +32,7 @@ class Columns(Cache):
     _checked: masks.LastMask
     _unfinished: TieredCache | None
     prompts: Prompts
+    interrupted = False  # a forward failed after some layers had stored their tokens
     _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and its copy on the device
 
     @property
@@ -61,6 +63,9 @@ class Columns(Cache):
         self._undo_step()  # copies and pickles do not contain an unfinished step
         self.prompts.finish()
         return {name: x for name, x in vars(self).items() if name != "_uploaded"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        adopt(self, state)
 
     @property
     def _real(self) -> np.ndarray:
@@ -126,15 +131,6 @@ class Columns(Cache):
         if all(layer.columns <= start for layer in self._strata()):
             self._real = self._real[:, :start]
 
-    def check_interrupted(self, layer: StrataLayer, queries: int, error: Exception) -> None:
-        """RuntimeError if ``layer`` failed because it lacks tokens of an earlier forward that was interrupted."""
-        before = self._strata()[0].columns - queries
-        if layer.columns < before:
-            raise RuntimeError(
-                f"past_key_values: expected {before} tokens in layer {layer.place}, as in the first one, got"
-                f" {layer.columns}: an earlier forward was interrupted; call reset() and repeat the prompt"
-            ) from error
-
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool:
         """In the first layer of a forward with one new column, do the host part of a step; True in all its layers.
 
@@ -184,6 +180,10 @@ class Columns(Cache):
 
     def end_forward(self) -> None:
         """A forward that was no step has returned; its layers have counted their columns."""
+
+    def stored(self) -> list[Any]:
+        """Columns of each layer; what layers with other states hold is unlike anything."""
+        return [object() if isinstance(x, LinearAttentionCacheLayerMixin) else x.get_seq_length() for x in self.layers]
 
     @property
     def is_even(self) -> bool:

@@ -78,6 +78,12 @@ class Owner(Protocol):
 
     def end_forward(self) -> None: ...
 
+    interrupted: bool
+
+    def stored(self) -> list[Any]: ...
+
+    def reset(self) -> None: ...
+
 
 class Inputs(NamedTuple):
     """Arguments of a forward that is a step."""
@@ -126,13 +132,23 @@ class Forward:
 
     def __call__(self, owner: Owner, entry: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``entry(*args, **kwargs)``, a model or what torch.compile made of it; steps the fast way."""
+        if owner.interrupted and not self.depth:
+            raise RuntimeError(
+                "past_key_values: expected a cache whose last forward was complete, got one that was interrupted after"
+                " some layers had stored their tokens; call reset() and repeat the prompt"
+            )
         inputs = None
         if self.refusal is None and (given := _by_name(_model(entry), args, kwargs)) is not None:
             inputs = self._inputs(owner, entry, given)
         if inputs is None:
+            before = None if self.depth else owner.stored()
             self.depth += 1
             try:
                 outputs = _run_plainly(entry, *args, **kwargs)
+            except BaseException:
+                if before is not None:
+                    _note_failure(owner, before)
+                raise
             finally:
                 self.depth -= 1
             owner.end_forward()
@@ -243,6 +259,15 @@ class Forward:
         self.refusal = reason
         if self.capture or self.compile or "captured" in reason:
             warnings.warn(f"StrataCache: decode steps run eagerly, {reason}", stacklevel=2)
+
+
+def _note_failure(owner: Owner, before: list[Any]) -> None:
+    """Mark a cache of which some layers stored the tokens of a forward that failed; empty it if none ever did."""
+    after = owner.stored()
+    if after != before:
+        owner.interrupted = True
+    elif not any(after) and not owner.get_seq_length():
+        owner.reset()
 
 
 def _call_plainly(model: Module, **kwargs: Any) -> ModelOutput:

@@ -28,6 +28,7 @@ from .forward import Forward
 from .guard import Guard
 from .logits import Logits
 from .mass import MassLedger, prompt_mass
+from .owned import Owned
 from .prompts import Prompts, PromptSettings
 from .steps import Steps, stored_rows, strata_decode
 
@@ -76,8 +77,6 @@ class Owner(Protocol):
 
     def _forget(self, start: int) -> None: ...
 
-    def check_interrupted(self, layer: StrataLayer, queries: int, error: Exception) -> None: ...
-
     def _undo_step(self) -> None: ...
 
     def begin_step(self, layer: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int) -> bool: ...
@@ -85,7 +84,7 @@ class Owner(Protocol):
     def end_step(self) -> None: ...
 
 
-class StrataLayer(CacheLayerMixin):
+class StrataLayer(Owned[Owner], CacheLayerMixin):
     """A compressed layer; ``columns`` is its length as transformers counts it, padding included."""
 
     is_sliding = False
@@ -175,9 +174,8 @@ class StrataLayer(CacheLayerMixin):
                             self._balance(query, key, real, module)
                         self._estimate(call, real)
                     out = self._prompt(call, real)
-        except Exception as error:
+        except Exception:
             self.owner._forget(self.columns)
-            self.owner.check_interrupted(self, queries, error)
             raise
         self.columns += queries
         return out

@@ -69,7 +69,8 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_w
     if bool(wrong):
         raise NotImplementedError(
             "attention_mask: expected causal order and the padding of earlier calls with a StrataCache, got a mask of"
-            " another kind"
+            " another kind; without a mask, `generate` hides every pad token, also those that ended a row in an earlier"
+            " turn: pass attention_mask=torch.ones_like(input_ids), with 0 for the padding of the first prompt"
         )
 
 

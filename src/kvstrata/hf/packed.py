@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 import kvstrata
 from kvstrata.cache.policy.budget import Memory
@@ -26,6 +26,7 @@ from kvstrata.quant.calibration import Calibration
 
 from . import attention, support
 from .forward import Forward
+from .owned import adopt
 from .packed_layer import PackedLayer
 from .packed_rows import PackedRows
 from .rope import frequencies
@@ -131,6 +132,11 @@ class PackedCache(Cache):
         support.warn_if_useless(self)
         attention.connect(self)
 
+    interrupted = False  # a forward failed after some layers had stored their tokens
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        adopt(self, state)
+
     def __copy__(self) -> PackedCache:
         """Deep copy: layers and pages cannot have two owners."""
         return copy.deepcopy(self)
@@ -176,6 +182,11 @@ class PackedCache(Cache):
 
     def _layers(self) -> list[PackedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    def stored(self) -> list[Any]:
+        """Columns of each layer that is not packed; those of packed layers are undone after an error."""
+        plain = self._plain()
+        return [object() if isinstance(x, LinearAttentionCacheLayerMixin) else x.get_seq_length() for x in plain]
 
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
@@ -308,6 +319,7 @@ class PackedCache(Cache):
         for layer in self.layers:
             layer.reset()
         self.fmt = self.state = self.steps.plan = self._shape = self._before = None
+        self.interrupted = False
         self.forward.drop()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -346,7 +358,8 @@ class PackedCache(Cache):
         """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
         for layer in self._plain():
             layer.batch_select_indices(indices)
-        self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+        if self.state is not None:
+            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
 
     def _pick(self, rows: list[int]) -> None:
         """Make row i a copy of row ``rows[i]``; only pages with tokens are copied, in rows that change."""
@@ -364,7 +377,7 @@ class PackedCache(Cache):
             self._copy((sources + block).flatten(), (targets + block).flatten())
         if len(rows) != self.rows:
             self.forward.drop()
-        self.state = self.steps.plan = self.state.select(torch.tensor(rows, device=device))
+        self.state = self.steps.plan = self.state.select(torch.tensor(rows, dtype=torch.long, device=device))
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy blocks of every layer through scratch memory, because a target may be the source of another."""

@@ -13,6 +13,7 @@ from kvstrata.quant.calibration import Calibration
 from . import attention, balance, support
 from .forward import Forward
 from .logits import Logits
+from .owned import Owned
 from .packed_op import Layer, strata_packed
 from .packed_rows import PackedRows
 
@@ -49,7 +50,7 @@ class Owner(Protocol):
     def end_step(self) -> None: ...
 
 
-class PackedLayer(CacheLayerMixin):
+class PackedLayer(Owned[Owner], CacheLayerMixin):
     """Pages uint8 ``[blocks of all rows, kv_heads, page_bytes]`` of one layer."""
 
     is_sliding = False
@@ -110,6 +111,7 @@ class PackedLayer(CacheLayerMixin):
         assert state is not None
         assert fmt is not None
         assert self.pages is not None
+        key, value = key.to(query.dtype), value.to(query.dtype)  # autocast gives them different ones
         if self.owner.ahead:
             mask = None  # one token in every row
         if self.index == 0:

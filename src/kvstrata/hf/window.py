@@ -11,8 +11,9 @@ function and mask.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
@@ -26,8 +27,10 @@ from kvstrata.store import store_packed
 from . import attention, balance, support
 from . import mask as masks
 from .logits import Logits
+from .owned import Owned
 from .rope import frequencies
 
+T = TypeVar("T")
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
@@ -51,6 +54,19 @@ def choose_format(fraction: float, head_dim: int, page_tokens: int) -> Format | 
     return next((f for f in formats if f.bytes_per_token <= fraction * 4 * head_dim), None)
 
 
+def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
+    """Keep the dtypes of the tail and of the pages whatever an autocast around the model says."""
+
+    @wraps(method)
+    def run(self: WindowLayer, *args: Any) -> T:
+        if not torch.is_autocast_enabled(self.device.type):
+            return method(self, *args)
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args)
+
+    return run
+
+
 @lru_cache(maxsize=16)
 def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
     """Block table ``[rows, 2 * blocks]`` of rings of ``blocks`` blocks, the same for all layers and steps."""
@@ -59,7 +75,7 @@ def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
         return (torch.arange(rows, device=device).unsqueeze(1) * blocks + block).int()
 
 
-class WindowLayer(CacheLayerMixin):
+class WindowLayer(Owned[Owner], CacheLayerMixin):
     """Packed pages of one window; ``columns`` is the length as transformers counts it, padding included."""
 
     is_sliding = True
@@ -204,6 +220,7 @@ class WindowLayer(CacheLayerMixin):
 
     # Reading
 
+    @_without_autocast
     def _decode(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
         """Attention of one query in every row, whose token is stored: packed pages and tail, merged by log-sum-exp."""
         rows, heads, width = *query.shape[:2], self.tail_k.shape[2]
@@ -253,6 +270,7 @@ class WindowLayer(CacheLayerMixin):
         """Block table of the rings, int32 ``[rows, 2 * ring_blocks]``."""
         return _ring_table(rows, self.ring_blocks, self.device)
 
+    @_without_autocast
     def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, right-aligned; zero before them."""
         rows, width = len(self.lengths), self.tail_k.shape[2]
@@ -293,6 +311,7 @@ class WindowLayer(CacheLayerMixin):
 
     # Writing
 
+    @_without_autocast
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
         """Append the new rows, without padding, to the tail, and pack tokens older than the tail keeps."""
         new = [key.detach(), value.detach()]  # detached: the tail must not keep autograd graphs alive
