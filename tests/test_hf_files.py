@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from hf_model import SMALL, greedy, make, prompt
 from kvstrata.cache import TieredCache
 from kvstrata.hf import StrataCache
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 
 def begun(name: str = "llama", **options) -> tuple:
@@ -115,3 +116,20 @@ def test_a_tiered_cache_is_pickled() -> None:
         assert torch.equal(twin.gather(1, 2)[0], cache.gather(1, 2)[0])
         twin.append(0, k[:5], v[:5], requests=[2])
         assert (twin.length(2), cache.length(2)) == (205, 200)
+
+
+def test_a_loaded_cache_takes_its_calibration_again(tmp_path: Path) -> None:
+    """A file has balance and centres of its rows; later prompts of the loaded cache need the calibration itself."""
+    model, ids = make("llama"), prompt(1, 120)
+    layers = [LayerCalibration(torch.full((2, 32), 2.0**i), torch.randn(2, 32)) for i in range(2)]
+    calibration = Calibration(layers)
+    cache = StrataCache(model.config, **SMALL, calibration=calibration, capture=False)
+    greedy(model, ids, cache, new=4)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = StrataCache.load(model.config, tmp_path / "cache.safetensors", calibration=calibration, capture=False)
+    assert loaded.forward.capture is False
+    for x in (cache, loaded):
+        x.reset()
+    assert torch.equal(greedy(model, ids, loaded), greedy(model, ids, cache))
+    assert loaded.calibration is calibration
+    assert torch.equal(loaded.tiered.centre, cache.tiered.centre)

@@ -209,10 +209,20 @@ class StrataCache(Columns):
 
     @classmethod
     def load(
-        cls, config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str = "cpu"
+        cls,
+        config: PreTrainedConfig,
+        path: str | PathLike[str],
+        device: torch.device | str = "cpu",
+        *,
+        calibration: Calibration | str | PathLike[str] | None = None,
+        capture: bool | None = None,
+        compile: bool = False,
     ) -> StrataCache:
-        """Read a cache that `save` wrote; raises ValueError for any other file and for a model of another shape."""
-        return files.load(cls, config, path, device)
+        """Read a cache that `save` wrote; ``calibration``, ``capture`` and ``compile`` are not in the file.
+
+        Raises ValueError for any other file and for a model of another shape.
+        """
+        return files.load(cls, config, path, device, dict(calibration=calibration, capture=capture, compile=compile))
 
     def __copy__(self) -> StrataCache:
         """Deep copy: layers and pages cannot have two owners."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -143,12 +144,19 @@ def _layer(cache: SavedCache, place: int, tensors: dict[str, torch.Tensor]) -> d
 
 
 def load(
-    make: Callable[..., Loaded], config: PreTrainedConfig, path: str | PathLike[str], device: torch.device | str
+    make: Callable[..., Loaded],
+    config: PreTrainedConfig,
+    path: str | PathLike[str],
+    device: torch.device | str,
+    more: dict[str, Any],
 ) -> Loaded:
-    """Read a cache that `save` wrote; ``make`` is its class. Raises ValueError for any other file or model."""
+    """Read a cache that `save` wrote; ``make`` is its class and takes ``more`` beside the arguments in the file.
+
+    Raises ValueError for any other file or model.
+    """
     try:
         metadata, tensors = _read(path)
-        return _restore(make, config, metadata, tensors, torch.device(device))
+        return _restore(partial(make, **more), config, metadata, tensors, torch.device(device))
     except Refused as error:
         raise ValueError(f"path: expected a StrataCache of this model, {str(path)!r} is not: {error}") from error
 
