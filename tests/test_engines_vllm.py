@@ -126,6 +126,14 @@ def test_unsupported_specs_are_refused(engine):
     ):
         with pytest.raises(ValueError, match=f"^kvstrata: {message}"):
             engine.ours.KvstrataBackend.customize_spec(spec_of(engine, **given))
+    for given, message in (  # fields of specs that vLLM derives from this one
+        (dict(attention_chunk_size=8192), "chunked local attention"),
+        (dict(sink_len=128), "layers with K and V of their own in every request"),
+        (dict(non_causal=True), "non-causal attention"),
+    ):
+        spec = SimpleNamespace(head_size=128, head_size_v=128, state_content_bytes=None, **given)
+        with pytest.raises(ValueError, match=f"^kvstrata: {message} .* not supported[.]$"):
+            engine.ours.KvstrataBackend.customize_spec(spec)
 
 
 def builder_of(engine, drafts=0, **changed):
