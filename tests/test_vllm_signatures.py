@@ -14,8 +14,8 @@ import kvstrata
 import vllm_signatures as signatures
 import vllm_standin
 
-SOURCE = Path(kvstrata.__file__).parent / "engines" / "vllm.py"
-TREE = ast.parse(SOURCE.read_text())
+ENGINES = Path(kvstrata.__file__).parent / "engines"
+TREE, RULES = (ast.parse((ENGINES / name).read_text()) for name in ("vllm.py", "vllm_config.py"))
 CLASSES = {node.name: node for node in TREE.body if isinstance(node, ast.ClassDef)}
 BASES = {
     "KvstrataBackend": ("AttentionBackend",),
@@ -66,11 +66,14 @@ def test_imported_names_are_recorded():
     imported = [
         alias.name
         for node in ast.walk(TREE)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("vllm")
         for alias in node.names
     ]
     assert len(imported) > 10
     assert not [name for name in imported if name not in described]
+    assert "vllm" not in {
+        (node.module or "").split(".")[0] for node in ast.walk(RULES) if isinstance(node, ast.ImportFrom)
+    }
 
 
 def test_fields_that_are_read_are_recorded():
@@ -82,15 +85,21 @@ def test_fields_that_are_read_are_recorded():
     assert read <= set(signatures.recorded(signatures.BACKEND, "CommonAttentionMetadata", "fields"))
     fields = {*signatures.recorded(signatures.INTERFACE, "AttentionSpec", "fields")}
     assert {"head_size", "head_size_v", "dtype", "state_content_bytes", "tokens_per_state"} <= fields
+    fields = {*signatures.recorded(signatures.INTERFACE, "FullAttentionSpec", "fields")}
+    assert {"attention_chunk_size", "non_causal"} <= fields
+    assert "sink_len" in signatures.recorded(signatures.INTERFACE, "SinkFullAttentionSpec", "fields")
     names = " ".join(json.loads(signatures.RECORD.read_text())["signatures"])
-    config = {
-        x.attr for x in ast.walk(TREE) if isinstance(x, ast.Attribute) and ast.unparse(x.value).endswith("config")
-    }
+    nodes = [*ast.walk(TREE), *ast.walk(RULES)]
+    config = {x.attr for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value).endswith("config")}
+    config |= {x.attr for x in nodes if isinstance(x, ast.Attribute) and ast.unparse(x.value) == "drafts"}
     config -= {f"{name}_config" for name in ("model", "scheduler", "speculative", "cache", "device")}
     assert {"additional_config", "max_model_len", "max_num_seqs", "num_speculative_tokens"} <= config
     assert not [name for name in config if f".{name}, " not in names]
     (given,) = signatures.recorded(signatures.STATE, "DefaultModelState.prepare_attn", "calls build_attn_metadata")
     assert "req_idx=" in given
+    # A draft model's first step: device lengths have a token more than the bounds that it passes (`slots_ahead`).
+    given = signatures.recorded(signatures.SPECULATOR, "StandaloneARSpeculator._prefill", "calls _build_attn_metadata")
+    assert any({"step=", "seq_lens_cpu_upper_bound="} <= {*call} for call in given)
 
 
 def test_block_shape_is_as_recorded():

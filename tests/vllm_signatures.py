@@ -20,6 +20,7 @@ LAYER, PARALLEL = "vllm/model_executor/layers/attention/attention.py", "vllm/dis
 CONFIG, PLUGINS = "vllm/config/vllm.py", "vllm/plugins/__init__.py"
 MODEL, SCHEDULER, CACHE = "vllm/config/model.py", "vllm/config/scheduler.py", "vllm/config/cache.py"
 DRAFTS, STATE = "vllm/config/speculative.py", "vllm/v1/worker/gpu/model_states/default.py"
+SPECULATOR = "vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py"
 DEVICE, LINEAR = "vllm/config/device.py", "vllm/model_executor/layers/linear.py"
 LOADER, ROPE = "vllm/model_executor/model_loader/utils.py", "vllm/model_executor/layers/rotary_embedding/base.py"
 
@@ -48,6 +49,8 @@ WANTED = [
     (LAYER, "Attention.__init__", "calls impl_cls"),
     (INTERFACE, "KVCacheSpec", "fields"),
     (INTERFACE, "AttentionSpec", "fields"),
+    (INTERFACE, "FullAttentionSpec", "fields"),
+    (INTERFACE, "SinkFullAttentionSpec", "fields"),
     (INTERFACE, "AttentionSpec.state_content_size_bytes", "doc"),
     (INTERFACE, "compute_layer_kv_cache_shape_bytes", "doc"),
     (LAYOUT, "KVCacheLayout", "members"),
@@ -67,6 +70,8 @@ WANTED = [
     (SCHEDULER, "SchedulerConfig.max_num_seqs", "value"),
     (CACHE, "CacheConfig.block_size", "value"),
     (DRAFTS, "SpeculativeConfig.method", "value"),
+    (DRAFTS, "SpeculativeConfig.parallel_drafting", "value"),
+    (SPECULATOR, "StandaloneARSpeculator._prefill", "calls _build_attn_metadata"),
     (DRAFTS, "NgramGPUTypes", "value"),
     (STATE, "DefaultModelState.prepare_attn", "calls build_attn_metadata"),
     (PLUGINS, "DEFAULT_PLUGINS_GROUP", "value"),

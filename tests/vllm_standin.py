@@ -133,3 +133,26 @@ def engine() -> Iterator[Engine]:
         finally:
             sys.modules.pop(ours, None)
             vars(kvstrata.engines).pop("vllm", None)
+
+
+CONFIG = {"kvstrata": {"format": "K4V4"}}
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(name="engine")
+def configured() -> Iterator[Engine]:
+    """Our module with K4V4 pages, in every test of a file that imports this."""
+    with engine() as made:
+        made.configure(CONFIG)
+        yield made
+
+
+def layer_of(engine, **given):
+    arguments = dict(num_heads=32, head_size=128, scale=128**-0.5, num_kv_heads=8) | given
+    return engine.ours.KvstrataImpl(**arguments)
+
+
+def profile(impl, name="model.layers.2.attn"):
+    """A forward of memory profiling, which has neither a cache nor metadata."""
+    q, k = (torch.zeros(1, heads, impl.head_size, device=DEVICE) for heads in (impl.num_heads, impl.num_kv_heads))
+    impl.forward(SimpleNamespace(layer_name=name), q, k, k, torch.empty(0), None, torch.empty_like(q))

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvstrata.cache import TieredCache
 
 from . import mask as masks
+from .forward import columns_of
 from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .owned import adopt
@@ -182,8 +183,8 @@ class Columns(Cache):
         """A forward that was no step has returned; its layers have counted their columns."""
 
     def stored(self) -> list[Any]:
-        """Columns of each layer; what layers with other states hold is unlike anything."""
-        return [object() if isinstance(x, LinearAttentionCacheLayerMixin) else x.get_seq_length() for x in self.layers]
+        """Columns of each layer, to see whether a forward that failed stored any."""
+        return columns_of(self.layers)
 
     @property
     def is_even(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import ModelOutput
 
 import kvstrata
@@ -259,6 +260,11 @@ class Forward:
         self.refusal = reason
         if self.capture or self.compile or "captured" in reason:
             warnings.warn(f"StrataCache: decode steps run eagerly, {reason}", stacklevel=2)
+
+
+def columns_of(layers: Iterable[Any]) -> list[Any]:
+    """Columns of each layer; what layers with other states hold is unlike anything, since it cannot be compared."""
+    return [object() if isinstance(x, LinearAttentionCacheLayerMixin) else x.get_seq_length() for x in layers]
 
 
 def _note_failure(owner: Owner, before: list[Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 import kvstrata
 from kvstrata.cache.policy.budget import Memory
@@ -25,7 +25,7 @@ from kvstrata.layout.blocks import check_format
 from kvstrata.quant.calibration import Calibration
 
 from . import attention, support
-from .forward import Forward
+from .forward import Forward, columns_of
 from .owned import adopt
 from .packed_layer import PackedLayer
 from .packed_rows import PackedRows
@@ -85,6 +85,8 @@ class PackedCache(Cache):
         StrataCache(2 layers, format='K4V4', max_tokens=64)
     """
 
+    interrupted = False  # a forward failed after some layers had stored their tokens
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -131,8 +133,6 @@ class PackedCache(Cache):
         super().__init__(layers=layers)
         support.warn_if_useless(self)
         attention.connect(self)
-
-    interrupted = False  # a forward failed after some layers had stored their tokens
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         adopt(self, state)
@@ -185,8 +185,7 @@ class PackedCache(Cache):
 
     def stored(self) -> list[Any]:
         """Columns of each layer that is not packed; those of packed layers are undone after an error."""
-        plain = self._plain()
-        return [object() if isinstance(x, LinearAttentionCacheLayerMixin) else x.get_seq_length() for x in plain]
+        return columns_of(self._plain())
 
     def _plain(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]

@@ -10,8 +10,6 @@ from kvstrata.quant.reference import LARGEST
 
 MOST = np.float32(LARGEST)
 
-# No fastmath: the order of additions is part of the format, and products must not be fused.
-
 
 def means(
     k: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], head_caches: int, positions: int, stride: int,

@@ -12,8 +12,6 @@ from .plan import AGE_BITS, CHOOSE, EVICT, FIXED, GAP, LARGEST, MASS_BITS, TIE, 
 
 MOST_FREE = 64  # slots of a page
 
-# No fastmath: every operation is rounded separately, as in torch.
-
 
 def chosen(scopes: Scopes, policy: Policy, headroom: int) -> tuple[torch.Tensor, Split]:
     """Targets of all tokens, and the result of `split`."""
