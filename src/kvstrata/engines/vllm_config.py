@@ -1,4 +1,4 @@
-"""What a configuration of vLLM means for packed pages: refusals, sizes, drafts. Imports nothing of vLLM."""
+"""Rules of a vLLM configuration for packed pages: refusals, sizes, drafts. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
