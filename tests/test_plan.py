@@ -173,7 +173,7 @@ def test_planner_kernels_stay_within_register_limits(arch: str) -> None:
     for source, entry in entries:
         usage = gates.usage(source, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
-        assert usage.shared_bytes <= 13 * 1024, usage
+        assert usage.shared_bytes <= 15 * 1024, usage
         assert 0 < usage.registers <= 64, usage
 
 

@@ -114,6 +114,7 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, k: torch.Tensor | None) ->
     return found
 
 
+@pytest.mark.parametrize("long", [8192, 100], ids=["small blocks", "large blocks"])
 @pytest.mark.parametrize(
     ("counts", "new", "leave", "drop"),
     [
@@ -127,8 +128,9 @@ def phased(buckets: Buckets, lists: moves_cuda.Lists, k: torch.Tensor | None) ->
     ],
 )
 def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.MonkeyPatch, counts: list[list[int]],
-                                           new: int, leave: float, drop: float) -> None:  # fmt: skip
+                                           new: int, leave: float, drop: float, long: int) -> None:  # fmt: skip
     """The same tokens to the same slots; and no phase writes where it or a later one reads."""
+    monkeypatch.setattr(launches, "LONG_CONTEXT", long)
     seen = []
     monkeypatch.setattr(repack_phases, "phases", lambda *given: seen.append(given) or [])
     ours, reference = filled(counts, 1), filled(counts, 1)
@@ -272,12 +274,12 @@ def test_a_cache_runs_every_operation(emulated: None) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # sm_89: the code of sm_80
 def test_plan_kernels_compile_within_resource_limits(arch: str) -> None:
-    """No spills, and at least four blocks a multiprocessor."""
+    """No spills; at least four blocks of 256 threads a multiprocessor, or one of 1,024."""
     pytest.importorskip("cuda.core")
     for entry in ("find<>", "count<>", "clear<>", "enter<>", "leave<>", "place<short, true>", "place<int, false>"):
         usage = gates.usage(moves_cuda.SOURCE, entry, arch=arch)
         assert usage.spill_bytes == usage.stack_bytes == 0, usage
-        assert usage.shared_bytes <= 1024, usage
+        assert usage.shared_bytes <= 1536, usage
         assert 0 < usage.registers <= (56 if entry.startswith("place") else 32), usage
 
 

@@ -96,6 +96,12 @@ EMULATED unsigned __reduce_add_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; i++) sum += from<unsigned>(all, i);
   return sum;
 }
+EMULATED unsigned __reduce_min_sync(unsigned, unsigned x) {
+  const auto all = exchange(x);
+  unsigned least = ~0u;
+  for (int i = 0; i < 32; i++) least = min(least, from<unsigned>(all, i));
+  return least;
+}
 EMULATED unsigned __reduce_max_sync(unsigned, unsigned x) {
   const auto all = exchange(x);
   unsigned most = 0;
@@ -120,6 +126,7 @@ EMULATED unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t
 EMULATED int __float_as_int(float x) { return std::bit_cast<int>(x); }
 EMULATED int __popc(unsigned x) { return std::popcount(x); }
 EMULATED int __ffs(unsigned x) { return x ? std::countr_zero(x) + 1 : 0; }
+EMULATED int __clz(unsigned x) { return std::countl_zero(x); }
 EMULATED float __fadd_rn(float a, float b) { return a + b; }
 EMULATED float __fsub_rn(float a, float b) { return a - b; }
 EMULATED float __fmul_rn(float a, float b) { return a * b; }

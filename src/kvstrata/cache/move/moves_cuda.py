@@ -26,7 +26,7 @@ from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.layout.format import MAX_TIERS
 
-from .launches import Launches, kernel, prepare
+from .launches import Launches, kernel, prepare, threads_for
 from .moves import COLUMNS, pick
 
 SOURCE = Path(__file__).with_name("moves.cu")
@@ -205,7 +205,10 @@ class Moves:
         return lists, before, [after]
 
     def _launch(self, entry: str, grid: int, params: bytearray) -> jit.Launch:
-        return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, THREADS, params)
+        threads = THREADS
+        if entry.startswith(("count", "place")):  # a block goes over the tokens of a head cache
+            threads = threads_for(len(self.target) // grid, THREADS)
+        return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, threads, params)
 
     def _params(self, *entries: int) -> bytearray:
         buckets, page_formats, tensors = self.buckets, self.buckets.page_formats, self._tensors

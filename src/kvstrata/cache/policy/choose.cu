@@ -1,72 +1,81 @@
 // The last step of the planner (plan.cu), one block per head cache: the lowest price that fits, targets, and filled slots.
 //
 // Tokens of a tier take step s if their key is below limit s, and limits decrease from step to step. So the number of tokens
-// below each limit, by tier, gives the number per target, and whether that fits: all threads count, one warp decides. A token
-// whose outcome is the same at both ends of the search is not counted again: when few others are left, they go into a list.
+// below each limit, by tier, gives the number per target, and whether that fits. A token whose outcome is the same at both
+// ends of the search is not counted again: when few others are left, they go into a list.
+//
+// The search is binary, and looks ahead: a pass tries the prices of several levels, the nodes of a tree. Node i has the
+// children 2i + 1, tried next if its price fits, and 2i + 2. First all threads count, for two levels; with a list, each warp
+// counts for a price of its own, for four levels. Then each price is decided by a warp.
 #include "walk.cuh"
 
 constexpr int kListed = 2048, kRanked = 256, kCells = kTiers * kTiers, kNever = kTiers;
+constexpr int kNodes = kThreads / 32 - 1, kFirstNodes = 3, kUnused = -0x7fffffff - 1;
+static_assert((kNodes & kNodes + 1) == 0, "a tree of whole levels");
 
 // The search of one head cache, in shared memory.
 struct Search {
-  int reach[kCells];                   // [tier, step] tokens below the limit, at the price being tried
-  int at_low[kCells], at_high[kCells]; // the same at the ends of the search
+  int reach[kNodes][kCells];           // [tier, step] tokens below the limit, at each price that is tried
+  int limit[kNodes][kTiers];           // of each step
+  int price[kNodes], fit[kNodes];      // price or kUnused; 1 if it fits
+  int free_at[kNodes][kTiers], able_at[kNodes][kTiers];
+  int at_low[kCells], at_high[kCells]; // `reach` at the ends of the search
   int base[kCells];                    // the part of `reach` that is not in the list
-  int limit[kTiers], low_limit[kTiers], high_limit[kTiers];
+  int low_limit[kTiers], high_limit[kTiers];  // at the ends of the search when the list is made
   int moving[kTiers], staying[kTiers]; // tokens that may move, and others plus the room that is left for more
   int needs[kTiers + 1];               // steps that take a token to this tier or below, kNever for none
   int list_first[kTiers], list_size[kTiers];
   int free[kTiers], able[kTiers];      // slots to fill at the highest price that fits, tokens that may fill them
-  int low, high, middle, undecided, fitted;
+  int low, high, undecided, fitted;
   i64 share;
 };
 
-// State of the deciding warp for its head cache.
+// State of a warp that decides about a price.
 struct Decider {
   const Params& p;
   Search& s;
   int kind, lane;
 
   // Tokens of a tier that may move and whose target is x or below.
-  __device__ int upto(int tier, int x) const {
+  __device__ int upto(const int* reach, int tier, int x) const {
     const int widest = max(tier, p.leave_plain);
-    if (kind == kEvict) return x <= max(widest, p.ladder[p.steps]) ? s.moving[tier] - s.reach[tier * kTiers] : 0;
+    if (kind == kEvict) return x <= max(widest, p.ladder[p.steps]) ? s.moving[tier] - reach[tier * kTiers] : 0;
     if (x <= widest) return s.moving[tier];
-    return s.needs[x] == kNever ? 0 : s.reach[tier * kTiers + s.needs[x] - 1];
+    return s.needs[x] == kNever ? 0 : reach[tier * kTiers + s.needs[x] - 1];
   }
-  // True if the tokens fit when empty slots are filled; lane `tier` keeps the number filled.
-  __device__ bool fits(int& own_free, int& own_able) const {
+  // Decides whether the tokens fit at the price of a node when empty slots are filled, and how many are filled. Its time is
+  // that of fetching its code, so loops are not unrolled.
+  __device__ void decide(int node) const {
+    const int* reach = s.reach[node];
     const bool is_tier = lane < p.tiers;
-    int held = is_tier ? s.staying[lane] : 0, sum = 0;
-    int able[kTiers];  // per target, those in each tier or in a wider one
-#pragma unroll
-    for (int tier = 0; tier < kTiers; tier++) {
-      if (tier < p.tiers && is_tier) sum += upto(tier, lane) - upto(tier, lane + 1);
-      able[tier] = sum;
-    }
-    held += sum;
-    own_free = own_able = 0;
-#pragma unroll
-    for (int tier = 0; tier < kTiers - 1; tier++) {
-      if (!p.fills || tier >= p.tiers - 1) break;
+    // Tokens of a tier whose target is the lane's.
+    const auto come = [&](int tier) { return is_tier ? upto(reach, tier, lane) - upto(reach, tier, lane + 1) : 0; };
+    int held = is_tier ? s.staying[lane] : 0;
+#pragma unroll 1
+    for (int tier = 0; tier < p.tiers; tier++) held += come(tier);
+    int able = 0;  // of the lane's target: tokens of this tier and of wider ones that have not filled a slot
+    int own_free = 0, own_able = 0;
+#pragma unroll 1
+    for (int tier = 0; p.fills && tier < p.tiers - 1; tier++) {
+      able += come(tier);
       const int free = __shfl_sync(~0u, -held & (1 << p.page_shift) - 1, tier);
-      const int own = is_tier && lane > tier ? able[tier] : 0;
+      const int own = lane > tier ? able : 0;
       int upto_here = own;
-#pragma unroll
+#pragma unroll 1
       for (int distance = 1; distance < kTiers; distance *= 2) {
         const int before = __shfl_up_sync(~0u, upto_here, distance);
         if (lane >= distance) upto_here += before;
       }
       const int all = __shfl_sync(~0u, upto_here, kTiers - 1), filled = max(min(free - (upto_here - own), own), 0);
       held += lane == tier ? min(free, all) : -filled;
+      able -= filled;
       if (lane == tier) own_free = free, own_able = all;
-#pragma unroll
-      for (int below = tier; below < kTiers; below++) able[below] -= filled;
     }
     i64 bytes = is_tier ? price_of(p, lane, held) : 0;
-#pragma unroll
+#pragma unroll 1
     for (int distance = 1; distance < kTiers; distance *= 2) bytes += __shfl_xor_sync(~0u, bytes, distance);
-    return __shfl_sync(~0u, static_cast<int>(bytes <= s.share), 0) != 0;
+    if (lane < kTiers) s.free_at[node][lane] = own_free, s.able_at[node][lane] = own_able;
+    if (lane == 0) s.fit[node] = bytes <= s.share;
   }
   // The key below which tokens take a step.
   __device__ int limit(int price, int step) const {
@@ -75,57 +84,92 @@ struct Decider {
     if (p.policy == kUniform) return min(max(price - (step << kAgeBits), 0), 1 << kAgeBits);
     return __float_as_int(__fdiv_rn(__int_as_float(price), p.slope[step]));
   }
-  __device__ void set_limits(int price) const {
-    const int which = lane / kTiers, own = limit(which == 0 ? price : which == 1 ? s.low : s.high, lane % kTiers);
-    if (which < 3) (which == 0 ? s.limit : which == 1 ? s.low_limit : s.high_limit)[lane % kTiers] = own;
-  }
   __device__ bool matters(int tier, int step) const {
     return kind == kEvict ? step == 0 : step < p.steps && p.ladder[step + 1] > max(tier, p.leave_plain);
   }
-  // Ends a count: `s.middle` becomes an end of the search, and the next value to try is set up.
-  __device__ void decide(bool listed) const {
-    int free, able;
-    const bool fit = fits(free, able);
-    int low = s.low, high = s.high, undecided = 0;
-    (fit ? high : low) = s.middle;
-    __syncwarp();
+  // The price of a node, if the search gets there.
+  __device__ int price_at(int node) const {
+    int low = s.low, high = s.high;
+    for (int bit = 30 - __clz(node + 1); bit >= 0 && high - static_cast<i64>(low) > kGap; bit--)
+      (node + 1 >> bit & 1 ? low : high) = middle(low, high);
+    return high - static_cast<i64>(low) > kGap ? middle(low, high) : kUnused;
+  }
+  __device__ static int middle(int low, int high) { return static_cast<int>((static_cast<i64>(low) + high) / 2); }
+  // Sets up the warp's node for a pass.
+  __device__ void begin(int node, int price, bool listed) const {
+    if (lane == 0) s.price[node] = price;
+    if (lane < kTiers) s.limit[node][lane] = price == kUnused ? 0 : limit(price, lane);
+    for (int i = lane; i < kCells; i += 32) s.reach[node][i] = listed ? s.base[i] : 0;
+  }
+  // Ends a pass: one warp moves the ends of the search. The first pass tried the lower end as node 0.
+  __device__ void end(bool is_first, int nodes) const {
+    int low = s.low, high = s.high, fitted = -1, lowered = -1, undecided = 0;
+    for (int node = 0; node < nodes && s.price[node] != kUnused;) {
+      const bool fit = s.fit[node];
+      (fit ? high : low) = s.price[node];
+      (fit ? fitted : lowered) = node;
+      node = is_first ? fit ? nodes : node + 1 : 2 * node + 2 - fit;
+    }
     for (int i = lane; i < kCells; i += 32) {
-      (fit ? s.at_high : s.at_low)[i] = s.reach[i];
-      s.reach[i] = listed ? s.base[i] : 0;
+      if (fitted >= 0) s.at_high[i] = s.reach[fitted][i];
+      if (lowered >= 0) s.at_low[i] = s.reach[lowered][i];
       if (i / kTiers < p.tiers && matters(i / kTiers, i % kTiers)) undecided += s.at_high[i] - s.at_low[i];
     }
     undecided = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(undecided)));
-    if (fit && lane < kTiers) s.free[lane] = free, s.able[lane] = able;
-    const bool done = static_cast<i64>(high) - low <= kGap;
-    const int middle = done ? high : static_cast<int>((static_cast<i64>(low) + high) / 2);
+    if (fitted >= 0 && lane < kTiers) s.free[lane] = s.free_at[fitted][lane], s.able[lane] = s.able_at[fitted][lane];
     if (lane == 0) {
       s.low = low;
       s.high = high;
-      s.middle = middle;
       s.undecided = undecided;
-      s.fitted |= fit;
+      s.fitted |= fitted >= 0;
     }
-    __syncwarp();
-    set_limits(middle);
   }
 };
 
-// Adds the tokens of a tier below each of kSteps limits.
-template <int kSteps>
-__device__ __forceinline__ void count(int* reach, const int* key, Span one, Span two, const int* limits, int steps) {
-  int limit[kSteps], below[kSteps];
+// Adds the tokens of a tier below each of kSteps limits, for the nodes from `node` on; all threads.
+template <int kSteps, int kPrices>
+__device__ __forceinline__ void count(Search& s, int node, const int* key, Span one, Span two, int tier, int steps) {
+  int limit[kPrices][kSteps], below[kPrices][kSteps];
 #pragma unroll
-  for (int step = 0; step < kSteps; step++) limit[step] = limits[step], below[step] = 0;
+  for (int i = 0; i < kPrices; i++)
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) limit[i][step] = s.limit[node + i][step], below[i][step] = 0;
   each<false>(one, two, [&](int i) {
     const int own = key[i];
 #pragma unroll
-    for (int step = 0; step < kSteps; step++) below[step] += static_cast<unsigned>(own - limit[step]) >> 31;  // own < limit
+    for (int j = 0; j < kPrices; j++)
+#pragma unroll
+      for (int step = 0; step < kSteps; step++)
+        below[j][step] += static_cast<unsigned>(own - limit[j][step]) >> 31;  // own < limit
   });
+#pragma unroll
+  for (int i = 0; i < kPrices; i++)
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      if (step >= steps) break;
+      const int sum = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(below[i][step])));
+      if ((threadIdx.x & 31) == 0 && sum) atomicAdd(&s.reach[node + i][tier * kTiers + step], sum);
+    }
+}
+
+// Adds the tokens of a tier in the list below each of kSteps limits of a node; one warp.
+template <int kSteps>
+__device__ __forceinline__ void count_listed(Search& s, int node, const int* list, int tier, int steps) {
+  int limit[kSteps], below[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) limit[step] = s.limit[node][step], below[step] = 0;
+  const int first = s.list_first[tier], end = first + s.list_size[tier], lane = threadIdx.x & 31;
+#pragma unroll 4
+  for (int i = first + lane; i < end; i += 32) {
+    const int own = list[i];
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) below[step] += static_cast<unsigned>(own - limit[step]) >> 31;
+  }
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
     if (step >= steps) break;
     const int sum = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(below[step])));
-    if ((threadIdx.x & 31) == 0 && sum) atomicAdd(&reach[step], sum);
+    if (lane == 0) s.reach[node][tier * kTiers + step] += sum;
   }
 }
 
@@ -133,12 +177,13 @@ __device__ __forceinline__ void count(int* reach, const int* key, Span one, Span
 template <int kSteps>
 __device__ __forceinline__ void collect(const Decider& decider, const int* key, Span one, Span two, int tier, int* list) {
   Search& s = decider.s;
-  int low[kSteps];
+  int low[kSteps], removed[kSteps];
   unsigned wide[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
     low[step] = s.low_limit[step];
     wide[step] = decider.matters(tier, step) ? s.high_limit[step] - low[step] : 0;
+    removed[step] = 0;
   }
   each<true>(one, two, [&](int i) {
     const int own = i < 0 ? kFixed : key[i];
@@ -146,11 +191,14 @@ __device__ __forceinline__ void collect(const Decider& decider, const int* key, 
 #pragma unroll
     for (int step = 0; step < kSteps; step++) undecided |= static_cast<unsigned>(own - low[step]) < wide[step];
     append(list + s.list_first[tier], &s.list_size[tier], undecided, own);
-    if (!undecided) return;
 #pragma unroll
-    for (int step = 0; step < kSteps; step++)
-      if (own < low[step]) atomicAdd(&s.base[tier * kTiers + step], -1);
+    for (int step = 0; step < kSteps; step++) removed[step] += undecided && own < low[step];
   });
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    const int sum = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(removed[step])));
+    if (decider.lane == 0 && sum) atomicAdd(&s.base[tier * kTiers + step], -sum);
+  }
 }
 
 // Writes the targets of a tier's tokens.
@@ -163,7 +211,7 @@ __device__ __forceinline__ void assign(const Decider& decider, const int* key, S
   int limit[kSteps], after[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
-    limit[step] = decider.s.limit[step];
+    limit[step] = decider.s.limit[0][step];
     after[step] = evicts ? kDrop : max(widest, p.ladder[step + 1]);
   }
   each<false>(one, two, [&](int i) {
@@ -179,8 +227,10 @@ template <class Position, bool kKeeps, bool kNear>
 __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Params p) {
   extern __shared__ int nearby[];
   __shared__ Search s;
-  __shared__ int list[kListed], ranked[kRanked], ranked_key[kRanked], ranked_position[kRanked];
+  __shared__ int list[kListed];
   __shared__ int bounds[2], ends[kTiers + 1], cells[3], size[2];
+  static_assert(3 * kRanked <= kNodes * kCells, "memory of the search is used again");
+  int *const ranked = s.reach[0], *const ranked_key = ranked + kRanked, *const ranked_position = ranked_key + kRanked;
   const int head_cache = blockIdx.x, place = head_cache / p.heads, tiers = p.tiers, lowest = p.ladder[p.steps];
   const Head<Position, kKeeps> head(p, place, head_cache % p.heads);
   int scope = 0;
@@ -201,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
   if (threadIdx.x < 2) bounds[threadIdx.x] = threadIdx.x ? 0 : kFixed;
   if (threadIdx.x < kCells) {
     const int tier = threadIdx.x / kTiers, many = tier < tiers ? line[tiers + tier] : 0;
-    s.reach[threadIdx.x] = s.at_low[threadIdx.x] = 0;
+    s.at_low[threadIdx.x] = 0;
     s.at_high[threadIdx.x] = many;
     if (threadIdx.x % kTiers == 0) {
       s.moving[tier] = many;
@@ -210,6 +260,7 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
   }
   if (threadIdx.x <= kTiers) {
     int needs = kNever;
+#pragma unroll 1
     for (int step = p.steps; step > 0; step--)
       if (p.ladder[step] >= static_cast<int>(threadIdx.x)) needs = step;
     s.needs[threadIdx.x] = needs;
@@ -225,101 +276,133 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
   bool chooses = kind == kChoose || kind == kEvict;
   if (chooses) {
     int least = kFixed, most = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const int own = far[i];
       if (kNear) nearby[i] = own;
       least = min(least, own);
       most = max(most, own == kFixed ? 0 : own);
     }
-    atomicMin(&bounds[0], least);
-    atomicMax(&bounds[1], most);
+    least = static_cast<int>(__reduce_min_sync(~0u, static_cast<unsigned>(least)));  // keys are at least 0
+    most = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(most)));
+    if ((threadIdx.x & 31) == 0) {
+      atomicMin(&bounds[0], least);
+      atomicMax(&bounds[1], most);
+    }
     __syncthreads();
     chooses = bounds[0] != kFixed;
   }
   if (!chooses) {
+#pragma unroll 1
     for (int tier = 0; tier < tiers; tier++) each<false>(one(tier), two(tier), [&](int i) { target[i] = tier; });
     return;
   }
   const Decider decider{p, s, kind, static_cast<int>(threadIdx.x & 31)};
-  const bool decides = threadIdx.x < 32;
+  const int warp = threadIdx.x / 32;
   // True if a count needs the tokens of a tier: those in the lowest one stay there.
   const auto counts = [&](int tier) { return s.moving[tier] && (kind == kEvict || tier < lowest); };
   const int steps = kind == kEvict ? 1 : p.steps;
-  if (decides) {
+  if (threadIdx.x == 0) {
     int low = bounds[0], high = bounds[1];
     if (kind == kEvict) low--;
     else if (p.policy == kUniform) low = 0, high = tiers - 1 << kAgeBits;
     else high = __float_as_int(__fmul_rn(__fmul_rn(__int_as_float(high), p.steepest), 2.f));
-    if (threadIdx.x == 0) s.low = s.middle = low, s.high = high, s.fitted = 0;
-    __syncwarp();
-    decider.set_limits(low);
+    s.low = low, s.high = high, s.fitted = 0;
   }
   __syncthreads();
   int counted = 0;
+#pragma unroll 1
   for (int tier = 0; tier < tiers; tier++) counted += counts(tier) ? s.moving[tier] : 0;
-  bool listed = false;
-  for (bool last = false;;) {
-    for (int tier = 0; tier < tiers; tier++) {
-      if (!counts(tier)) continue;
-      const Span from = listed ? Span{s.list_first[tier], s.list_first[tier] + s.list_size[tier]} : one(tier);
-      const Span new_ones = listed ? Span{0, 0} : two(tier);
-      int* reach = s.reach + tier * kTiers;
-      if (listed) {
-        if (steps <= 3) count<3>(reach, list, from, new_ones, s.limit, steps);
-        else count<kTiers - 1>(reach, list, from, new_ones, s.limit, steps);
-      } else {
-        if (steps <= 3) count<3>(reach, key, from, new_ones, s.limit, steps);
-        else count<kTiers - 1>(reach, key, from, new_ones, s.limit, steps);
+  enum { kFirst, kNext, kLast } pass = kFirst;  // the last one if only the highest price fits, which was not tried
+  for (bool listed = false;;) {
+    const int nodes = pass == kLast ? 1 : listed ? kNodes : kFirstNodes;
+    if (warp < nodes) {
+      int price = pass == kFirst && warp == 0 ? s.low : pass == kLast ? s.high : kUnused;
+      if (pass == kFirst && warp == 1) price = decider.price_at(0);
+      if (pass == kNext) price = decider.price_at(warp);
+      decider.begin(warp, price, listed);
+    }
+    if (!listed) {
+      __syncthreads();
+#pragma unroll 1
+      for (int tier = 0; tier < tiers; tier++) {
+        if (!counts(tier)) continue;
+        if (pass == kLast) count<kTiers - 1, 1>(s, 0, key, one(tier), two(tier), tier, steps);
+        else if (steps <= 3) count<3, kFirstNodes>(s, 0, key, one(tier), two(tier), tier, steps);
+        else
+#pragma unroll 1
+          for (int node = 0; node < kFirstNodes; node++)
+            count<kTiers - 1, 1>(s, node, key, one(tier), two(tier), tier, steps);
+      }
+      __syncthreads();
+    }
+    if (warp < nodes) {
+      __syncwarp();
+      if (s.price[warp] != kUnused) {
+#pragma unroll 1
+        for (int tier = 0; listed && tier < tiers; tier++) {
+          if (!counts(tier)) continue;
+          if (steps <= 3) count_listed<3>(s, warp, list, tier, steps);
+          else count_listed<kTiers - 1>(s, warp, list, tier, steps);
+        }
+        __syncwarp();
+        decider.decide(warp);
       }
     }
     __syncthreads();
-    if (last) {  // only the highest price fits, which was not tried
-      int free, able;
-      if (decides) {
-        decider.fits(free, able);
-        if (threadIdx.x < kTiers) s.free[threadIdx.x] = free, s.able[threadIdx.x] = able;
-      }
+    if (pass == kLast) {
+      if (threadIdx.x < kTiers) s.free[threadIdx.x] = s.free_at[0][threadIdx.x], s.able[threadIdx.x] = s.able_at[0][threadIdx.x];
       __syncthreads();
       break;
     }
-    if (decides) decider.decide(listed);
+    if (warp == 0) decider.end(pass == kFirst, nodes);
     __syncthreads();
+    pass = kNext;
     if (static_cast<i64>(s.high) - s.low <= kGap) {
       if (s.fitted) break;
-      last = true;
+      pass = kLast;
       continue;
     }
     if (listed || s.undecided > kListed || 4 * s.undecided > counted) continue;
     listed = true;
     if (threadIdx.x < kCells) s.base[threadIdx.x] = s.at_low[threadIdx.x];
+    if (threadIdx.x < 2 * kTiers) {
+      const bool is_high = threadIdx.x >= kTiers;
+      const int step = threadIdx.x % kTiers;
+      (is_high ? s.high_limit : s.low_limit)[step] = decider.limit(is_high ? s.high : s.low, step);
+    }
     if (threadIdx.x == 0) {
       int first = 0;
+#pragma unroll 1
       for (int tier = 0; tier < tiers; tier++) {
         s.list_first[tier] = first;
         s.list_size[tier] = 0;
+#pragma unroll 1
         for (int step = 0; step < steps; step++)
           if (decider.matters(tier, step)) first += s.at_high[tier * kTiers + step] - s.at_low[tier * kTiers + step];
       }
     }
     __syncthreads();
+#pragma unroll 1
     for (int tier = 0; tier < tiers; tier++) {
       if (!counts(tier)) continue;
       if (steps <= 3) collect<3>(decider, key, one(tier), two(tier), tier, list);
       else collect<kTiers - 1>(decider, key, one(tier), two(tier), tier, list);
     }
     __syncthreads();
-    if (threadIdx.x < kCells) s.reach[threadIdx.x] = s.base[threadIdx.x];
-    __syncthreads();
   }
 
   const int high = s.high;
+  if (threadIdx.x < kTiers) s.limit[0][threadIdx.x] = decider.limit(high, threadIdx.x);
+  __syncthreads();
+#pragma unroll 1
   for (int tier = 0; tier < tiers; tier++) {
     if (steps <= 3) assign<3>(decider, key, one(tier), two(tier), tier, target);
     else assign<kTiers - 1>(decider, key, one(tier), two(tier), tier, target);
   }
   if (!p.fills) return;
 
+#pragma unroll 1
   for (int tier = 0; tier < tiers - 1; tier++) {
     const int free = s.free[tier];
     int many = s.able[tier];
@@ -328,8 +411,9 @@ __global__ void __launch_bounds__(kThreads, 2) choose(const __grid_constant__ Pa
     // A token that has filled a slot is fixed from then on.
     Able able{key, {0, ends[tier]}, {ends[tiers - 1], n}, kind == kEvict ? high + 1 : bounds[0], kFixed};
     if (kind == kChoose && tier >= p.leave_plain)
+#pragma unroll 1
       for (int step = p.steps; step > 0; step--)
-        if (p.ladder[step] > tier) able.past = s.limit[step - 1];
+        if (p.ladder[step] > tier) able.past = s.limit[0][step - 1];
     const auto fill = [&](int i) {
       target[i] = tier;
       key[i] = kFixed;
