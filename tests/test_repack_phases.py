@@ -209,9 +209,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("warps", [4096, 3], ids=["2 per warp", "many per warp"])
 @pytest.mark.parametrize("name", CASES)
-def test_phases_do_what_the_reference_does(emulated: None, name: str) -> None:
+def test_phases_do_what_the_reference_does(
+    emulated: None, name: str, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Leavers, fillers, arrivals and new rows at once, whole pages among them; and again without new rows."""
+    monkeypatch.setattr(repack_phases, "WARPS", warps)
     options, new = CASES[name]
     ours, reference = Setup(**options), Setup(**options)
     for leave, coming in ((0.4, new), (0.5, 0)):

@@ -1,7 +1,7 @@
 // The parts of a move that repack.cu and quantize.cu do not handle: copies tokens from slot to slot of a tier, as plain rows or
 // as codes, and writes positions and importance of tokens whose codes were written as whole pages.
 //
-// Each lane looks up one of 32 tokens and copies its position and importance; then the warp processes the tokens, with
+// Each lane looks up one of up to 32 tokens and copies its position and importance; then the warp processes the tokens, with
 // the words of several in flight. Fillers come from past the end of the bucket and go before it, so no move writes what
 // another reads.
 #include "planes.cuh"
@@ -13,10 +13,11 @@ struct Params {
   const i64* pointers;  // [slabs]
   i64 n;
   int units, page_tokens, tier, v_offset, scale_offset;  // tier and offsets of the copies
+  int per_warp;                                          // copies, at most 32
   int offsets[kMaxTiers][2];  // by tier: offsets of positions and importance
 };
 
-// The 32 moves of a warp: each lane its own, the pages' addresses and the slots in them.
+// The moves of a warp: each lane its own, the pages' addresses and the slots in them.
 struct Batch {
   int tokens;
   i64 from, to;
@@ -24,9 +25,9 @@ struct Batch {
 
   template <class Position, bool kKeeps>
   __device__ __forceinline__ void begin(const Params& p) {
-    const i64 first = (static_cast<i64>(blockIdx.x) * 8 + (threadIdx.x >> 5)) * 32;
+    const i64 first = (static_cast<i64>(blockIdx.x) * 8 + (threadIdx.x >> 5)) * p.per_warp;
     const int lane = threadIdx.x & 31;
-    tokens = static_cast<int>(max(static_cast<i64>(0), min(static_cast<i64>(32), p.n - first)));
+    tokens = static_cast<int>(max(static_cast<i64>(0), min(static_cast<i64>(p.per_warp), p.n - first)));
     from = to = source = slot = 0;
     if (lane >= tokens) return;
     const int4 move = p.copies[first + lane];

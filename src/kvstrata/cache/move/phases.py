@@ -29,7 +29,8 @@ from .repack_job import Job
 
 SOURCE = Path(__file__).with_name("phases.cu")
 THREADS = 256
-PARAMS = struct.Struct(f"4Q q 5i {2 * MAX_TIERS}i 4x")
+WARPS = 4096  # that copy tokens, or more if each would have more than 32
+PARAMS = struct.Struct(f"4Q q 6i {2 * MAX_TIERS}i")
 
 
 @lru_cache(maxsize=64)
@@ -68,13 +69,15 @@ def phases(
     def own(n: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
         """A launch of phases.cu for ``n`` tokens or slots."""
         f = page_formats[tier].format
+        per_warp = 2 * min(-(-n // (2 * WARPS)), 16)  # two at a time
         params = PARAMS.pack(
             lists.copies.data_ptr() + 16 * first, lists.sides.data_ptr(), lists.owners.data_ptr(),
-            pool.pointers.data_ptr(), n, pool.units, page_tokens, tier, f.v_offset, 0 if f.plain else f.scale_offset,
-            *buckets.offsets,
+            pool.pointers.data_ptr(), n, pool.units, page_tokens, tier, f.v_offset,
+            0 if f.plain else f.scale_offset, per_warp, *buckets.offsets,
         )  # fmt: skip
         entry = entry_of(page_formats[tier], sides)
-        return jit.Launch(kernel(SOURCE, entry, device), -(-n // THREADS), THREADS, params)
+        per_block = THREADS if sides else THREADS // 32 * per_warp
+        return jit.Launch(kernel(SOURCE, entry, device), -(-n // per_block), THREADS, params)
 
     for tier in reversed(range(tiers)):
         (filler, fillers_end), (arrival, arrivals_end), (first, end) = lists.ranges[:, tier].tolist()
