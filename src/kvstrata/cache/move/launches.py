@@ -9,18 +9,11 @@ from pathlib import Path
 
 from kvstrata import jit
 
-LARGE_BLOCK, LONG_CONTEXT = 1024, 8192  # threads; tokens of a head cache
-
 
 @functools.lru_cache(maxsize=256)
 def kernel(source: Path, entry: str, device: int) -> jit.Kernel:
     """The kernel ``entry`` of a source, compiled for a device."""
     return jit.load(source, entry, jit.arch_of(device))
-
-
-def threads_for(tokens: int, least: int) -> int:
-    """Threads of a block that goes over the tokens of a head cache: ``least``, or more if there are many tokens."""
-    return LARGE_BLOCK if tokens > LONG_CONTEXT else least
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@
 // counts the tokens of class c so far. A first pass over the targets gives the sums at which each warp begins.
 #include "coded.cuh"
 
-constexpr int kMaxThreads = 1024, kHole = kMaxTiers, kFiller = kMaxTiers + 1, kClasses = kMaxTiers + 2, kAhead = 4;
+constexpr int kHole = kMaxTiers, kFiller = kMaxTiers + 1, kClasses = kMaxTiers + 2, kAhead = 4;
 
 struct Tier {
   int position_offset, importance_offset;
@@ -134,18 +134,18 @@ struct NewToken {
   }
 };
 
-template <class = void>
-__global__ void __launch_bounds__(kMaxThreads) count(const __grid_constant__ Params p) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) count(const __grid_constant__ Params p) {
   __shared__ int sums[3][kMaxTiers];
-  const int head_cache = blockIdx.x, threads = blockDim.x;
+  const int head_cache = blockIdx.x;
   if (threadIdx.x < 3 * kMaxTiers) sums[threadIdx.x / kMaxTiers][threadIdx.x % kMaxTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
     const Run run(p, head_cache, tier);
-    for (int i = threadIdx.x; i < run.n; i += threads * kAhead) {
+    for (int i = threadIdx.x; i < run.n; i += kThreads * kAhead) {
       int target[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; j++) target[j] = i + threads * j < run.n ? run[i + threads * j] : run.stay;
+      for (int j = 0; j < kAhead; j++) target[j] = i + kThreads * j < run.n ? run[i + kThreads * j] : run.stay;
 #pragma unroll
       for (int j = 0; j < kAhead; j++) {
         if (target[j] == run.stay) continue;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kMaxThreads) count(const __grid_constant__ Par
   for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, tokens that stay fill holes before it
     const Run run(p, head_cache, tier);
     int fillers = 0;
-    for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += threads) fillers += run[i] == run.stay;
+    for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += kThreads) fillers += run[i] == run.stay;
     if (fillers) atomicAdd(&sums[2][tier], fillers);
   }
   __syncthreads();
@@ -214,13 +214,12 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
   }
 }
 
-template <class Position, bool kKeeps>
-__global__ void __launch_bounds__(kMaxThreads) place(const __grid_constant__ Params p) {
-  __shared__ int begin[kMaxThreads / 32][kClasses];
+template <class Position, bool kKeeps, int kThreads, int kWarps = kThreads / 32>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) place(const __grid_constant__ Params p) {
+  __shared__ int begin[kWarps][kClasses];
   __shared__ int came_before[kMaxTiers];
   __shared__ int kept[kMaxTiers], edge[kMaxTiers];  // tokens; the first slot of whole pages
   const int head_cache = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
-  const int warps = blockDim.x >> 5;
   const i64 first_bucket = static_cast<i64>(head_cache) * p.tiers;
   const i64 place = p.places[head_cache / p.heads];
   if (place < 0) return;
@@ -236,7 +235,7 @@ __global__ void __launch_bounds__(kMaxThreads) place(const __grid_constant__ Par
   for (int t = 1; t < p.tiers; t++) {  // whole pages, and their slots past the end
     const int end = kept[t] + p.numbers[p.buckets + first_bucket + t], begun = edge[t] / size;
     const i64 first = p.first[2 * static_cast<i64>(p.buckets) + first_bucket + t];
-    for (int page = begun + threadIdx.x; page * size < end; page += blockDim.x) {
+    for (int page = begun + threadIdx.x; page * size < end; page += kThreads) {
       const int handle = p.table[lists + t * p.max_pages + page];
       p.pages[first + page] = reinterpret_cast<i64>(page_address(p.pointers, p.units, handle)) / 64;
       p.owners[first + page] = make_int2(handle, t);
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads) place(const __grid_constant__ Par
     const Run run(p, head_cache, tier);
     if (run.n == 0) continue;
     const bool is_new = tier == p.tiers;
-    const int share = (run.n + warps * 32 - 1) / (warps * 32) * 32;
+    const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
     const int from = warp * share, to = min(run.n, from + share);
     __syncthreads();  // until the previous tier's data in shared memory has been read
     const int end = is_new ? -1 : kept[tier];
@@ -266,7 +265,7 @@ __global__ void __launch_bounds__(kMaxThreads) place(const __grid_constant__ Par
     __syncthreads();
     if (threadIdx.x < kClasses) {
       int sum = threadIdx.x < p.tiers ? came_before[threadIdx.x] : 0;
-      for (int w = 0; w < warps; w++) {
+      for (int w = 0; w < kWarps; w++) {
         const int own = begin[w][threadIdx.x];
         begin[w][threadIdx.x] = sum;
         sum += own;

@@ -26,11 +26,13 @@ from kvstrata.cache.storage.scratch import Lease
 from kvstrata.cache.storage.tokens import Fresh, Tokens
 from kvstrata.layout.format import MAX_TIERS
 
-from .launches import Launches, kernel, prepare, threads_for
+from .launches import Launches, kernel, prepare
 from .moves import COLUMNS, pick
 
 SOURCE = Path(__file__).with_name("moves.cu")
 THREADS = 256
+# Few head caches with many tokens are listed by large blocks: one by one they would take longer.
+LARGE_BLOCK, FEW_HEAD_CACHES, MANY_TOKENS = 1024, 256, 8192
 # struct Params of moves.cu, in its order.
 POINTERS = (
     "target", "head_cache", "tier", "slot", "position", "importance", "order", "new_first", "fresh", "mass", "starts",
@@ -41,14 +43,17 @@ PARAMS = struct.Struct(f"{len(POINTERS)}Q 3q 11i {2 * MAX_TIERS}i 4x")
 OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # offsets of the pointers in the struct
 
 
-def entry_of(plain: PageFormat) -> str:
+def entry_of(plain: PageFormat, threads: int) -> str:
     position = "short" if plain.position_dtype == torch.int16 else "int"
-    return f"place<{position}, {str(plain.keeps_importance).lower()}>"
+    return f"place<{position}, {str(plain.keeps_importance).lower()}, {threads}>"
 
 
-def kernels_needed(plain: PageFormat) -> list[jit.Named]:
-    """Kernels that list the moves of a plan."""
-    return [(SOURCE, entry) for entry in ("count<>", "find<>", "clear<>", "enter<>", "leave<>", entry_of(plain))]
+def kernels_needed(plain: PageFormat, max_tokens: int) -> list[jit.Named]:
+    """Kernels that list the moves of a plan, for requests of up to ``max_tokens`` tokens."""
+    entries = ["find<>", "clear<>", "enter<>", "leave<>"]
+    for threads in (THREADS, *[LARGE_BLOCK] * (max_tokens > MANY_TOKENS)):
+        entries += [f"count<{threads}>", entry_of(plain, threads)]
+    return [(SOURCE, entry) for entry in entries]
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,17 @@ class Moves:
         else:
             self._find(self.tokens)
         if self.counts:
-            self.counting = self._run("count<>", self.n_buckets // len(buckets.page_formats))
+            self.counting = self._run(f"count<{self.threads}>", self.head_caches, self.threads)
+
+    @property
+    def head_caches(self) -> int:
+        return self.n_buckets // len(self.buckets.page_formats)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block that goes over the tokens of a head cache."""
+        many = len(self.target) > MANY_TOKENS * self.head_caches
+        return LARGE_BLOCK if many and self.head_caches <= FEW_HEAD_CACHES else THREADS
 
     def _find(self, tokens: Tokens) -> None:
         """Find the first token of each bucket, and sort the new ones by head cache."""
@@ -123,7 +138,7 @@ class Moves:
         if new:
             order = pick(tokens.tier < 0, new)
             head_cache, by_head_cache = torch.sort(tokens.head_cache[order], stable=True)
-            every = torch.arange(self.n_buckets // len(buckets.page_formats) + 1, device=device)
+            every = torch.arange(self.head_caches + 1, device=device)
             tensors["order"], tensors["new_first"] = order[by_head_cache], torch.searchsorted(head_cache, every)
         tensors["starts"] = torch.zeros(self.n_buckets, dtype=torch.int64, device=device)
         self._run("find<>", -(-len(self.target) // THREADS))
@@ -196,18 +211,15 @@ class Moves:
         entered, gone = len(exchanged.entered), len(exchanged.left)
         self.params = self._params(entered, gone)
         grids = {
-            "clear<>": len(plain) if buckets.by_cuda else 0,
-            "enter<>": -(-entered // THREADS),
-            entry_of(buckets.page_formats[0]): self.n_buckets // tiers,
+            "clear<>": (len(plain) if buckets.by_cuda else 0, THREADS),
+            "enter<>": (-(-entered // THREADS), THREADS),
+            entry_of(buckets.page_formats[0], self.threads): (self.head_caches, self.threads),
         }
-        before = [self._launch(entry, grid, self.params) for entry, grid in grids.items() if grid]
+        before = [self._launch(entry, grid, self.params, block) for entry, (grid, block) in grids.items() if grid]
         after = self._launch("leave<>", -(-max(self.n_buckets, gone) // THREADS), self.params)
         return lists, before, [after]
 
-    def _launch(self, entry: str, grid: int, params: bytearray) -> jit.Launch:
-        threads = THREADS
-        if entry.startswith(("count", "place")):  # a block goes over the tokens of a head cache
-            threads = threads_for(len(self.target) // grid, THREADS)
+    def _launch(self, entry: str, grid: int, params: bytearray, threads: int = THREADS) -> jit.Launch:
         return jit.Launch(kernel(SOURCE, entry, self.target.get_device()), grid, threads, params)
 
     def _params(self, *entries: int) -> bytearray:
@@ -223,9 +235,9 @@ class Moves:
         )  # fmt: skip
         return bytearray(packed)
 
-    def _run(self, entry: str, grid: int) -> Launches:
+    def _run(self, entry: str, grid: int, threads: int = THREADS) -> Launches:
         def build() -> list[jit.Launch]:
-            return [self._launch(entry, grid, self._params(0, 0))] if grid else []
+            return [self._launch(entry, grid, self._params(0, 0), threads)] if grid else []
 
         launches = prepare(self.target.get_device(), build, None)
         launches.run()

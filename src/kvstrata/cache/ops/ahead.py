@@ -17,4 +17,5 @@ def kernels_needed(cache: CacheState) -> list[jit.Named]:
         return written
     moved = sorted(phases.kernels_needed(cache.page_formats), key=lambda one: "quantize" not in one[0].name)
     planned = plan_cuda.kernels_needed(plain, cache.policy, cache.max_tokens)
-    return [*moved, *planned, *centre_cuda.kernels_needed(plain), *moves_cuda.kernels_needed(plain), *written]
+    listed = moves_cuda.kernels_needed(plain, cache.max_tokens)
+    return [*moved, *planned, *centre_cuda.kernels_needed(plain), *listed, *written]
