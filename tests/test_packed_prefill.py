@@ -69,6 +69,21 @@ def test_prefill_equals_the_model(name: str, backend: str, monkeypatch: pytest.M
 
 
 @each_backend
+@pytest.mark.parametrize("dim", [32, 48, 64, 80])
+def test_padding_of_rows_does_not_depend_on_memory(backend: str, dim: int) -> None:
+    """Unpacked rows may be wider than the head; what was in memory before, here NaN, is not read."""
+    chunk = Chunk(Format.parse("K4V4", dim, 16), [40, 21], [9, 3], dtype=torch.float16)
+    q = chunk.queries([9, 3], 2)
+    arguments = (q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt)
+    results = []
+    for byte in (0, 0xFF):
+        workspace = torch.full((2 * 2 * 61 * packed_job.padded_dim(dim) * 2,), byte, dtype=torch.uint8, device=DEVICE)
+        results.append(prefill_packed(*arguments, workspace=workspace, backend=backend))
+    assert bool(results[1].isfinite().all())
+    assert torch.equal(*results)
+
+
+@each_backend
 def test_memory_of_the_caller(backend: str) -> None:
     """Output and scratch where they are told to be; scratch for one KV head is enough."""
     chunk = Chunk(Format.parse("K4V4", 64, 16), [40, 21], [9, 3], dtype=torch.float16)

@@ -210,10 +210,10 @@ def unpack_of(
 ) -> Unpack:  # fmt: skip
     """Launch that writes ``count`` KV heads from ``first`` on to k and v."""
     t, f, blocks, q = job.tensors, job.format, job.blocks, job.tensors.q
-    dim = f.head_dim
+    dim, padded = f.head_dim, padded_dim(f.head_dim)
     grid = (t.seq_lens.shape[0] * -(-max(bounds.max_k, 1) // f.page_tokens), count, 2)
     constants = dict(
-        DENSE=cu_seqlens_k is None, HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(dim), PADDED=padded_dim(dim),
+        DENSE=cu_seqlens_k is None, HEADS=count, DIM=dim, WIDE=triton.next_power_of_2(padded), PADDED=padded,
         K_BITS=f.k_bits, V_BITS=f.v_bits, TOKENS=f.page_tokens, BLOCK_SIZE=blocks.block_size,
         BLOCK=block_of(dim) if f.rotate else 1, V_OFFSET=f.v_offset,
         SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes, BALANCED=t.balance is not None,
