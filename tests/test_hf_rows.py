@@ -68,7 +68,7 @@ def test_a_copied_cache_is_independent() -> None:
 def test_recent_tokens_beyond_the_prompt_warn() -> None:
     model = make("llama")
     with pytest.warns(
-        UserWarning, match="recent_tokens: expected fewer than the 40 tokens of the prompt, got 64; nothing is"
+        UserWarning, match="recent_tokens: expected fewer than the 40 tokens of the first forward, got 64; nothing is"
     ):
         greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5, recent_tokens=64), new=2)
     greedy(model, prompt(1, 40), StrataCache(model.config, budget=0.5), new=2)  # the default is no request

@@ -290,7 +290,7 @@ class StrataCache(Columns):
         recent = self.options.get("recent_tokens")
         if recent is not None and recent >= new > 1 and self._tiered.budget.amount is not None:
             warnings.warn(
-                f"recent_tokens: expected fewer than the {new} tokens of the prompt, got {recent}; nothing is"
+                f"recent_tokens: expected fewer than the {new} tokens of the first forward, got {recent}; nothing is"
                 f" compressed until a row has more than {recent + self._tiered.sink_tokens} tokens",
                 stacklevel=2,
             )
