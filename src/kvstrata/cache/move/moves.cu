@@ -134,18 +134,21 @@ struct NewToken {
   }
 };
 
+// Threads of a block; in a large one they are read at run time.
+template <int kThreads> __device__ __forceinline__ unsigned block_threads() { return kThreads < 1024 ? kThreads : blockDim.x; }
+
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) count(const __grid_constant__ Params p) {
   __shared__ int sums[3][kMaxTiers];
-  const int head_cache = blockIdx.x;
+  const int head_cache = blockIdx.x, threads = block_threads<kThreads>();
   if (threadIdx.x < 3 * kMaxTiers) sums[threadIdx.x / kMaxTiers][threadIdx.x % kMaxTiers] = 0;
   __syncthreads();
   for (int tier = 0; tier <= p.tiers; tier++) {
     const Run run(p, head_cache, tier);
-    for (int i = threadIdx.x; i < run.n; i += kThreads * kAhead) {
+    for (int i = threadIdx.x; i < run.n; i += threads * kAhead) {
       int target[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead; j++) target[j] = i + kThreads * j < run.n ? run[i + kThreads * j] : run.stay;
+      for (int j = 0; j < kAhead; j++) target[j] = i + threads * j < run.n ? run[i + threads * j] : run.stay;
 #pragma unroll
       for (int j = 0; j < kAhead; j++) {
         if (target[j] == run.stay) continue;
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) count(const __grid_constant__ Params
   for (int tier = 0; tier < p.tiers; tier++) {  // past the new end, tokens that stay fill holes before it
     const Run run(p, head_cache, tier);
     int fillers = 0;
-    for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += kThreads) fillers += run[i] == run.stay;
+    for (int i = run.n - sums[0][tier] + threadIdx.x; i < run.n; i += threads) fillers += run[i] == run.stay;
     if (fillers) atomicAdd(&sums[2][tier], fillers);
   }
   __syncthreads();
@@ -214,12 +217,14 @@ __device__ __forceinline__ void each_step(const Run& run, int from, int to, int 
   }
 }
 
-template <class Position, bool kKeeps, int kThreads, int kWarps = kThreads / 32>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) place(const __grid_constant__ Params p) {
-  __shared__ int begin[kWarps][kClasses];
+template <class Position, bool kKeeps, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads < 1024 ? 4 : 0) place(const __grid_constant__ Params p) {
+  __shared__ int begin[kThreads / 32][kClasses];
   __shared__ int came_before[kMaxTiers];
   __shared__ int kept[kMaxTiers], edge[kMaxTiers];  // tokens; the first slot of whole pages
   const int head_cache = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, size = p.page_tokens;
+  const unsigned threads = block_threads<kThreads>();
+  const int warps = threads >> 5;
   const i64 first_bucket = static_cast<i64>(head_cache) * p.tiers;
   const i64 place = p.places[head_cache / p.heads];
   if (place < 0) return;
@@ -235,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) place(const __grid_
   for (int t = 1; t < p.tiers; t++) {  // whole pages, and their slots past the end
     const int end = kept[t] + p.numbers[p.buckets + first_bucket + t], begun = edge[t] / size;
     const i64 first = p.first[2 * static_cast<i64>(p.buckets) + first_bucket + t];
-    for (int page = begun + threadIdx.x; page * size < end; page += kThreads) {
+    for (int page = begun + threadIdx.x; page * size < end; page += threads) {
       const int handle = p.table[lists + t * p.max_pages + page];
       p.pages[first + page] = reinterpret_cast<i64>(page_address(p.pointers, p.units, handle)) / 64;
       p.owners[first + page] = make_int2(handle, t);
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) place(const __grid_
     const Run run(p, head_cache, tier);
     if (run.n == 0) continue;
     const bool is_new = tier == p.tiers;
-    const int share = (run.n + kWarps * 32 - 1) / (kWarps * 32) * 32;
+    const int share = (run.n + warps * 32 - 1) / (warps * 32) * 32;
     const int from = warp * share, to = min(run.n, from + share);
     __syncthreads();  // until the previous tier's data in shared memory has been read
     const int end = is_new ? -1 : kept[tier];
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) place(const __grid_
     __syncthreads();
     if (threadIdx.x < kClasses) {
       int sum = threadIdx.x < p.tiers ? came_before[threadIdx.x] : 0;
-      for (int w = 0; w < kWarps; w++) {
+      for (int w = 0; w < warps; w++) {
         const int own = begin[w][threadIdx.x];
         begin[w][threadIdx.x] = sum;
         sum += own;
