@@ -31,7 +31,8 @@ from .moves import COLUMNS, pick
 
 SOURCE = Path(__file__).with_name("moves.cu")
 THREADS = 256
-# Few head caches with many tokens are listed by large blocks: one by one they would take longer.
+# Few head caches with many tokens have large blocks: with small ones most of the GPU would be idle. For many head
+# caches small blocks are faster.
 LARGE_BLOCK, FEW_HEAD_CACHES, MANY_TOKENS = 1024, 256, 8192
 # struct Params of moves.cu, in its order.
 POINTERS = (

@@ -29,7 +29,7 @@ from .repack_job import Job
 
 SOURCE = Path(__file__).with_name("phases.cu")
 THREADS = 256
-WARPS = 4096  # that copy tokens, or more if each would have more than 32
+WARPS = 4096  # warps that copy tokens; more if each would have more than 32 of them
 PARAMS = struct.Struct(f"4Q q 6i {2 * MAX_TIERS}i")
 
 
