@@ -29,18 +29,18 @@ LAYERS, HEADS, DIM, REQUESTS, TOKENS = 2, 2, 32, 4, 256
 TIERS = [("K4V4", "K3V3", "K2V2"), ("K8V8", "K4V2"), ("K4V3", "K4V2", "K3V2", "K2V2"), ("K2V2",)]
 
 
-def requantized(x: torch.Tensor, bits: int, side: int) -> torch.Tensor:
-    codes = quant.encode(x, quant.step_of(x, bits), bits)
-    gain = (quant.K_GAIN, quant.V_GAIN)[side][bits]
-    return quant.decode(codes, quant.refit(x, codes, bits, gain), bits)
-
-
 @dataclass
 class Layer:
     """Expected contents of one layer of a request: rows ``[kv_heads, n, D]``, rotated ones where quantised."""
 
     rows: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])
     stored: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(HEADS, 0, DIM) for _ in range(2)])
+    codes: list[torch.Tensor] = field(
+        default_factory=lambda: [torch.zeros(HEADS, 0, DIM, dtype=torch.uint8) for _ in range(2)]
+    )
+    scale: list[torch.Tensor] = field(
+        default_factory=lambda: [torch.zeros(HEADS, 0, dtype=torch.float16) for _ in range(2)]
+    )
     tier: torch.Tensor = field(default_factory=lambda: torch.zeros(HEADS, 0, dtype=torch.int64))
 
     @property
@@ -49,13 +49,17 @@ class Layer:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.rows = [torch.cat([old, new.transpose(0, 1)], 1) for old, new in zip(self.rows, (k, v), strict=True)]
-        blank = torch.full((HEADS, len(k), DIM), torch.nan)
+        blank = torch.zeros(HEADS, len(k), DIM)
         self.stored = [torch.cat([old, blank], 1) for old in self.stored]
+        self.codes = [torch.cat([old, blank.to(torch.uint8)], 1) for old in self.codes]
+        self.scale = [torch.cat([old, blank[..., 0].half()], 1) for old in self.scale]
         self.tier = torch.cat([self.tier, torch.zeros(HEADS, len(k), dtype=torch.int64)], 1)
 
     def crop(self, length: int) -> None:
         self.rows = [x[:, :length] for x in self.rows]
         self.stored = [x[:, :length] for x in self.stored]
+        self.codes = [x[:, :length] for x in self.codes]
+        self.scale = [x[:, :length] for x in self.scale]
         self.tier = self.tier[:, :length]
 
     def follow(self, cache: TieredCache, tiers: torch.Tensor, centre: torch.Tensor) -> None:
@@ -69,14 +73,17 @@ class Layer:
                     continue
                 was, now = cache.formats[old], cache.formats[new]
                 for side, bits, before in ((0, now.k_bits, was.k_bits), (1, now.v_bits, was.v_bits)):
+                    gain = (quant.K_GAIN, quant.V_GAIN)[side][bits]
                     if old == 0:
                         shift = centre.unsqueeze(1).expand_as(self.rows[0])[moved] if side == 0 else None
-                        x = rotate(quant.clean(self.rows[side][moved], shift))
+                        codes, scale = quant.quantize_plain(self.rows[side][moved], shift, bits, True, gain)
                     elif bits == before:
                         continue
                     else:
-                        x = self.stored[side][moved]
-                    self.stored[side][moved] = requantized(x, bits, side)
+                        given = self.codes[side][moved], self.scale[side][moved]
+                        codes, scale = quant.quantize_coded(*given, before, bits, True, gain)
+                    self.codes[side][moved], self.scale[side][moved] = codes, scale
+                    self.stored[side][moved] = quant.decode(codes, scale, bits)
         self.tier = tiers.clone()
 
     def expected(self, dtype: torch.dtype, centre: torch.Tensor) -> list[torch.Tensor]:

@@ -42,15 +42,9 @@ def parts(pages: torch.Tensor, fmt: Format) -> list[torch.Tensor]:
 
 
 def assert_like_reference(fmt: Format, pages: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Codes differ by one at most, where a value stood on the edge of two levels; poison and padding not at all."""
-    got, want = parts(pages, fmt), parts(wanted, fmt)
-    for a, b, scale, other in zip(got[:2], want[:2], got[2:], want[2:], strict=True):
-        off = (a.int() - b.int()).abs()
-        assert off.max() <= 1
-        assert (off > 0).float().mean() < 2e-3
-        finite = other.isfinite()
-        assert torch.equal(scale.isfinite(), finite)
-        torch.testing.assert_close(scale[finite].float(), other[finite].float(), rtol=3e-2, atol=1e-7)
+    """Codes and scales are equal, poison and padding too."""
+    for a, b in zip(parts(pages, fmt), parts(wanted, fmt), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{int((a != b).sum())} of {a.numel()} differ"
 
 
 def test_reference_gives_the_bytes_of_whole_pages() -> None:

@@ -28,7 +28,7 @@ from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
 from kvstrata.tools.bench.cases import settle as settle_case
-from test_repack import Setup, assert_alike
+from test_repack import Setup, assert_equal
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_phases_do_what_the_reference_does(
         reference.demote("reference", leave, coming)
         ours.check()
         reference.check()
-        assert_alike(ours.state(), reference.state())
+        assert_equal(ours.state(), reference.state())
 
 
 @pytest.mark.parametrize("tiers", [("K4V4", "K4V2"), ("K8V3", "K2V3")])
@@ -237,7 +237,7 @@ def test_codes_of_unchanged_width_are_kept(request: pytest.FixtureRequest, tiers
         setup.move(tokens, torch.where(tokens.tier == 1, 2, tokens.tier), None, backend)
         setup.check()
     assert ours.buckets.host_count[..., 1].sum() == 0
-    assert_alike(ours.state(), reference.state())
+    assert_equal(ours.state(), reference.state())
     first = 11 if tiers[0][1] == tiers[1][1] else 12  # of a place's parts: codes of K or V in the last tier
     for which in (first, first + 2):  # and their scales
         for a, b in zip(ours.state()[which::16], reference.state()[which::16], strict=True):

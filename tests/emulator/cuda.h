@@ -138,6 +138,14 @@ EMULATED float __fmaf_rd(float a, float b, float c) {  // the product is exact i
   const float nearest = static_cast<float>(sum);
   return nearest > sum ? std::nextafter(nearest, -INFINITY) : nearest;
 }
+EMULATED int __dp2a_lo(int a, int b, int c) {
+  return c + static_cast<short>(a) * static_cast<signed char>(b) + (a >> 16) * static_cast<signed char>(b >> 8);
+}
+EMULATED int __dp2a_hi(int a, int b, int c) { return __dp2a_lo(a, b >> 16, c); }
+EMULATED int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 32; i += 8) c += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+  return c;
+}
 EMULATED float __fdividef(float a, float b) { return a / b; }
 EMULATED float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 template <class T> inline T __ldg(const T* p) { return *p; }

@@ -39,14 +39,14 @@ EMULATED unsigned short cvt_rn_f16_f32(float x) { return bits_of(f16{}, x); }
 EMULATED unsigned short cvt_rn_bf16_f32(float x) { return bits_of(bf16{}, x); }
 EMULATED float rsqrt_approx_ftz_f32(float x) { return 1.f / std::sqrt(x); }
 EMULATED float rcp_approx_ftz_f32(float x) { return 1.f / x; }
-EMULATED unsigned min_relu_s16x2(unsigned a, unsigned b) {
+template <class F> inline unsigned each_half(unsigned a, unsigned b, F f) {
   unsigned out = 0;
-  for (int i = 0; i < 32; i += 16) {
-    const int x = static_cast<short>(a >> i), most = static_cast<short>(b >> i);
-    out |= static_cast<unsigned>(max(0, min(x, most))) << i;
-  }
+  for (int i = 0; i < 32; i += 16)
+    out |= (static_cast<unsigned>(f(static_cast<short>(a >> i), static_cast<short>(b >> i))) & 0xffff) << i;
   return out;
 }
+EMULATED unsigned max_s16x2(unsigned a, unsigned b) { return each_half(a, b, [](int x, int y) { return max(x, y); }); }
+EMULATED unsigned min_s16x2(unsigned a, unsigned b) { return each_half(a, b, [](int x, int y) { return min(x, y); }); }
 
 template <int kBytes> struct Word { using type = unsigned; };
 template <> struct Word<1> { using type = unsigned char; };
@@ -73,6 +73,10 @@ EMULATED float exp2_of(float x) { return std::exp2(x); }
 EMULATED float log2_of(float x) { return std::log2(x); }
 template <class In> inline unsigned max_pair(In in, unsigned a, unsigned b) {
   return pair_of(in, std::fmax(low<In>(a), low<In>(b)), std::fmax(high<In>(a), high<In>(b)));
+}
+template <class In> inline unsigned larger_pair(In in, unsigned a, unsigned b) {  // any sign; NaN if one is
+  const auto larger = [](float x, float y) { return x != x || y != y ? NAN : std::fmax(std::fabs(x), std::fabs(y)); };
+  return pair_of(in, larger(low<In>(a), low<In>(b)), -larger(high<In>(a), high<In>(b)));
 }
 template <class In> inline unsigned multiply_pair(In in, unsigned a, unsigned b) {
   return pair_of(in, low<In>(a) * low<In>(b), high<In>(a) * high<In>(b));

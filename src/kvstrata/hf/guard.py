@@ -98,7 +98,7 @@ class Sample:
 
 def _rounded(x: torch.Tensor, bits: int, rotate: bool, gain: dict[int, float]) -> torch.Tensor:
     """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32."""
-    codes, scale = quant.quantize_rows(quant.clean(x), bits, rotate, gain[bits])
+    codes, scale = quant.quantize_plain(x, None, bits, rotate, gain[bits])
     rows = quant.decode(codes, scale, bits)
     return rotation.rotate(rows) if rotate else rows
 

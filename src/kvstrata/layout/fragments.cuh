@@ -17,37 +17,40 @@ struct Codes {
   static constexpr bool kWhole = kLow % 4 == 0 && kHigh % 4 == 0;                  // no word is shared by two tiles
   unsigned low[kSteps][2];  // 8 bit: two words per step; 4: one; 2 and 3: 16 bits of fields in [s][0], or whole words
   unsigned high[kSteps];    // 3 bit: fields of a step, or whole words
-  unsigned before[2][4];    // 3 bit, whole words: the last two steps
+  unsigned before[2][2];    // 3 bit, whole words: the last two steps
 
-  __device__ __forceinline__ void set(int s, const unsigned (&p)[4]) {
+  // The codes of a step as bytes, `even` of registers 0 and 2, `odd` of 1 and 3: byte 2 half + r / 2.
+  __device__ __forceinline__ void set(int s, unsigned even, unsigned odd) {
     if constexpr (kBits == 8) {
-      low[s][0] = __byte_perm(p[0], p[1], 0x6420);
-      low[s][1] = __byte_perm(p[2], p[3], 0x6420);
+      low[s][0] = __byte_perm(even, odd, 0x6420);
+      low[s][1] = __byte_perm(even, odd, 0x7531);
     } else if constexpr (kBits == 4) {
-      low[s][0] = ((p[3] * 16 + p[2]) * 16 + p[1]) * 16 + p[0];
+      low[s][0] = odd * 16 + even;
     } else if constexpr (kBits == 2) {
-      low[s][0] = ((p[3] * 4 + p[2]) * 4 + p[1]) * 4 + p[0];
+      const unsigned fields = odd * 4 + even;
+      low[s][0] = (fields >> 4 | fields) & 0x00ff00ffu;
     } else if constexpr (kWhole) {
-      set_word(s, p);
+      set_word(s, even, odd);
     } else {
-      constexpr unsigned kTwo = 0x00030003u, kTop = 0x00040004u;
-      low[s][0] = (((p[3] & kTwo) * 4 + (p[2] & kTwo)) * 4 + (p[1] & kTwo)) * 4 + (p[0] & kTwo);
-      high[s] = (((p[3] & kTop) * 4 + (p[2] & kTop)) * 4 + (p[1] & kTop)) * 4 + (p[0] & kTop);
+      constexpr unsigned kTwo = 0x03030303u, kTop = 0x04040404u;
+      const unsigned fields = (odd & kTwo) * 4 + (even & kTwo), tops = (odd & kTop) * 4 + (even & kTop);
+      low[s][0] = (fields >> 4 | fields) & 0x00ff00ffu;
+      high[s] = (tops & 0x00ff00ffu) + (tops >> 8 & 0x00ff00ffu) * 16;
     }
   }
 
   // 3 bit, four steps at a time: steps two apart next to each other, as in the plane of high bits.
-  __device__ __forceinline__ void set_word(int s, const unsigned (&p)[4]) {
+  __device__ __forceinline__ void set_word(int s, unsigned r02, unsigned r13) {
     const int odd = s % 2, w = s / 4;
     if (s % 4 < 2) {
-#pragma unroll
-      for (int r = 0; r < 4; r++) before[odd][r] = p[r];
+      before[odd][0] = r02;
+      before[odd][1] = r13;
       return;
     }
     unsigned x[4], top[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      x[r] = p[r] * 256 + before[odd][r];
+      x[r] = __byte_perm(before[odd][r % 2], r % 2 ? r13 : r02, r < 2 ? 0x6240 : 0x7351);
       top[r] = x[r] & 0x04040404u;
     }
     const unsigned first = top[1] * 4 + top[0], second = top[3] * 4 + top[2];

@@ -1,5 +1,6 @@
 // The Walsh-Hadamard rotation of layout/rotation.py on a warp's tile: 16 dims at a time as a product of the tensor
-// cores with a matrix of +-1, whose products are exact, and then butterflies over steps, in registers.
+// cores with a matrix of +-1, and then butterflies over steps, in registers. Rows on the grid of quant/reference.py have
+// exact products, whatever the order of their sums.
 #pragma once
 #include "fragments.cuh"
 #include "mma.cuh"
@@ -81,7 +82,7 @@ __device__ __forceinline__ constexpr float rotation_factor() {
                         : 0.0625f;
 }
 
-// float32 as three bfloat16 that add up to it, so that products with +-1 stay exact.
+// float32 as three bfloat16 that add up to it.
 template <bool kIsV>
 __device__ __forceinline__ void rotate_step_exactly(float (&f)[4][2], float (&x)[2][4], const unsigned (&h)[2][2]) {
 #pragma unroll

@@ -26,20 +26,24 @@ def hadamard(dim: int, device: torch.device | str | None = None) -> torch.Tensor
     return torch.block_diag(*[h * block**-0.5] * (dim // block))
 
 
+def butterflies(x: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Butterflies ``(a, b) -> (a + b, a - b)`` of rows ``[..., D]`` at distances ``first``, 2 ``first``, .. < ``end``."""
+    dim, y = x.shape[-1], x
+    while first < end:
+        a, b = y.reshape(*x.shape[:-1], dim // (2 * first), 2, first).unbind(-2)
+        y = torch.stack([a + b, a - b], -2)
+        first *= 2
+    return y.reshape(x.shape)
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotate ``x [..., D]``; the result has the dtype of ``x``, computed in float64 for float64, else in float32.
 
-    Butterflies at distance 1, 2, 4, ... block / 2, each ``(a, b) -> (a + b, a - b)`` rounded to nearest, and one
-    product with ``block ** -0.5``, rounded to float32, at the end. ``rotate(rotate(x))`` is ``x`` up to rounding.
+    Butterflies at distance 1, 2, 4, ... block / 2, each rounded to nearest, and one product with ``block ** -0.5``,
+    rounded to float32, at the end. ``rotate(rotate(x))`` is ``x`` up to rounding.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise TypeError(f"x: expected a floating-point tensor [..., D], got {x.dtype} of shape {tuple(x.shape)}")
-    dim = x.shape[-1]
-    block = block_of(dim)
-    y = x if x.dtype == torch.float64 else x.float()
-    distance = 1
-    while distance < block:
-        a, b = y.reshape(*x.shape[:-1], dim // (2 * distance), 2, distance).unbind(-2)
-        y = torch.stack([a + b, a - b], -2)
-        distance *= 2
-    return (y.reshape(x.shape) * block**-0.5).to(x.dtype)
+    block = block_of(x.shape[-1])
+    y = butterflies(x if x.dtype == torch.float64 else x.float(), 1, block)
+    return (y * block**-0.5).to(x.dtype)

@@ -132,14 +132,20 @@ def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rotate_rows(x, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The rotation of layout/rotation.py, block-diagonal in blocks of BLOCK, on float32 ``[ROWS, WIDE]``."""
+def butterflies(x, ROWS: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+    """Those of layout/rotation.py on float32 ``[ROWS, WIDE]``, at distance FIRST, 2 FIRST, ... below END."""
     for bit in tl.static_range(8):
-        if (2 << bit) <= BLOCK:
+        if (1 << bit) >= FIRST and (1 << bit) < END:
             pairs = tl.reshape(x, (ROWS * WIDE // (2 << bit), 2, 1 << bit))
             a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
             x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, WIDE))
-    return x * (BLOCK**-0.5)
+    return x
+
+
+@triton.jit
+def rotate_rows(x, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The rotation of layout/rotation.py, block-diagonal in blocks of BLOCK, on float32 ``[ROWS, WIDE]``."""
+    return butterflies(x, ROWS, WIDE, 1, BLOCK) * (BLOCK**-0.5)
 
 
 @triton.jit

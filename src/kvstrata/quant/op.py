@@ -185,11 +185,11 @@ def _reference(job: Job) -> None:
     empty = (source < 0).unsqueeze(-1)
     row, head = source.clamp(min=0).long(), heads.long().unsqueeze(1)
     k_rows, v_rows = (x[row, head].float().masked_fill(empty, 0.0) for x in (k, v))
+    of_rows = None
     if centre is not None and centres is not None:
-        by_page = centre[centres.long()].unsqueeze(1)
-        k_rows = reference.clean(k_rows, by_page).masked_fill(empty, 0.0)
+        of_rows = centre[centres.long()].unsqueeze(1).masked_fill(empty, 0.0)
     offsets = pages.long().unsqueeze(1) * UNIT + torch.arange(format.page_bytes, device=pool.device)
-    pool[offsets] = reference.quantize_page(k_rows, v_rows, format)
+    pool[offsets] = reference.quantize_page(k_rows, v_rows, format, of_rows)
 
 
 @functools.lru_cache(maxsize=256)

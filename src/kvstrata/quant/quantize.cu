@@ -1,7 +1,7 @@
 // K and V rows of one head to whole pages of codes: a warp writes one side of a tile of 16 tokens.
 //
-//   rows [16, D] --16 dims at a time: mma with a Hadamard matrix of +-1--> fragments of float32, exact products
-//   --butterflies over steps--> rotated rows --reduce, encode, refit--> codes, already in the page's order
+//   rows [16, D] --round to the row's grid--> --16 dims at a time: mma with a Hadamard matrix of +-1--> exact sums, in float32
+//   --subtract the centre, butterflies over steps--> transformed rows --reduce, encode, refit--> codes, already in the page's order
 //
 // The rotation's factor (block ^ -0.5) is applied with the scale: until then rows are sqrt(block) too long.
 //
@@ -16,11 +16,9 @@
 // A token may also be given as codes of another tier, which are already rotated: a tile with such tokens is built from both,
 // in separate code that does not slow down the others.
 //
-// The sums for the fit of K's scale are on the diagonals of tensor-core products. Nothing more is done there: with V's
-// squares as well, or the butterflies between steps, a tile would wait for the tensor cores.
-//
-// Rows that are not finite or beyond +-65504 show up in the sum of squares; such a tile is processed again with every value
-// cleaned first. The arithmetic is that of quant/reference.py.
+// Rows that are not finite, or too large for the fast way to round them to their grid, are recognised by their largest value;
+// such a tile is processed in float32, with every value cleaned first. Both ways, and the other kernels, give the bits of
+// quant/reference.py.
 #include "quantize_coded.cuh"
 #include "quantize_encode.cuh"
 #include "quantize_rows.cuh"
@@ -41,51 +39,50 @@ struct Params {
   Tier tiers[kMaxTiers];  // i64: tiers of the pages that codes come from
 };
 
-// A tile of arbitrary rows: some to be cleaned, some given as codes. `rows`: null if none is given as codes.
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void quantize_any(const Source& source, const Centre& centre, const i64* rows,
+// A tile of arbitrary rows: some to be cleaned and, if `coded`, some given as codes: `rows` are those of the tile. (Not a null
+// pointer for those without codes: see tests/test_machine_code.py.)
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
+__device__ __forceinline__ void quantize_any(const Source& source, const float* centre, bool coded, const i64* rows,
                                              const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
   Tile<kSteps> f;
   int kept = -1;
-  if (!rows || __any_sync(~0u, is_plain(__ldg(rows + (threadIdx.x & 15))))) {
-    rotate_cleaned<In, kSteps, kIsV, kRotate>(f, source, centre);
+  if (!kByAddress || !coded || __any_sync(~0u, is_plain(__ldg(rows + (threadIdx.x & 15))))) {
+    transform_any<In, kSteps, kIsV, kRotate, false>(f, source, centre);
   } else {
     clear<kSteps>(f);
   }
-  if (rows) {
-    const Coded<16 * kSteps, 16 * kTiles, kIsV> coded(rows, tiers);
-    coded.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
-    kept = coded.kept(kBits);
+  if (kByAddress && coded) {
+    const Coded<16 * kSteps, 16 * kTiles, kIsV> given(rows, tiers);
+    given.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
+    kept = given.kept(kBits);
   }
-  const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-  write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, kept, to, tile, scales);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, kept, to, tile, scales);
 }
 
 // Separate from tiles of clean plain rows, which need the registers.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
-__device__ __noinline__ void quantize_rarely(Source source, Centre centre, const i64* rows, const Tier* tiers,
+__device__ __noinline__ void quantize_rarely(Source source, const float* centre, bool coded, const i64* rows, const Tier* tiers,
                                              unsigned char* to, int tile, unsigned char* scales) {
-  quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate>(source, centre, kByAddress ? rows : nullptr, tiers, to, tile, scales);
+  quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
 }
 
 // One side of a tile, from rows to codes and scales in the page.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
-__device__ __forceinline__ void quantize_side(const Source& source, const Centre& centre, const i64* rows,
+__device__ __forceinline__ void quantize_side(const Source& source, const float* centre, bool coded, const i64* rows,
                                               const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
   if constexpr (sizeof(In) == 2) {  // float32 has no fast path
-    if (!kByAddress || !rows) {
-      Tile<kSteps> f;
-      rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
-      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-      if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
-        write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, to, tile, scales);
+    if (!kByAddress || !coded) {
+      Operands<In, kSteps, kIsV> operands;
+      if (operands.load(source)) {
+        Tile<kSteps> f;
+        operands.template transform<kRotate>(f, source, centre);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, to, tile, scales);
         return;
       }
     }
-    quantize_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, rows, tiers, to, tile, scales);
+    quantize_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
   } else {
-    quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate>(source, centre, kByAddress ? rows : nullptr, tiers, to, tile,
-                                                           scales);
+    quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
   }
 }
 
@@ -127,25 +124,19 @@ struct Side {
 
   // `codes`: destination of the page's codes.
   template <class Source>
-  __device__ __forceinline__ void make(int n, const Source& source, const Centre& centre, bool coded, unsigned char* codes,
+  __device__ __forceinline__ void make(int n, const Source& source, const float* centre, bool coded, unsigned char* codes,
                                        unsigned char* page) const {
     quantize_side<In, kSteps, kIsV ? kVBits : kKBits, kTiles, kIsV, kRotate, kByAddress>(
-        source, centre,
-        coded ? reinterpret_cast<const i64*>(rows(n)) : nullptr, p.tiers, codes + (kIsV ? kKBytes : 0), tile,
+        source, centre, coded, reinterpret_cast<const i64*>(rows(n)), p.tiers, codes + (kIsV ? kKBytes : 0), tile,
         page + kKBytes + kVBytes);
   }
 
-  __device__ __forceinline__ Centre centre_of(int row, const float* begin) const {
-    return {!kIsV && p.centres, p.centre + static_cast<i64>(row) * kDim, begin};
-  }
-
   // This warp's tile of one page; codes go to shared memory.
-  __device__ __forceinline__ void once(int n, unsigned char* codes, float* begin, unsigned char* page) const {
+  __device__ __forceinline__ void once(int n, unsigned char* codes, float* centre, unsigned char* page) const {
     const int head = __ldg(p.heads + n);
-    const Centre centre = centre_of(!kIsV && p.centres ? __ldg(p.centres + n) : 0, begin);
     if constexpr (!kIsV) {
-      if (centre.there) begin_products<kSteps, kRotate>(begin, centre.plain);
-      else begin_with_nothing<kSteps>(begin);
+      if (p.centres) rotate_centre<kSteps, kRotate>(centre, p.centre + static_cast<i64>(__ldg(p.centres + n)) * kDim);
+      else no_centre<kSteps>(centre);
     }
     bool coded = false;
     InMemory<In> source;
@@ -204,9 +195,9 @@ struct Side {
     const int lane = threadIdx.x & 31;
     const bool centred = !kIsV && p.centres;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
-    float* begin = reinterpret_cast<float*>(asked + 4);
-    float* centres = begin + 2 * kDim;  // centres of two tiles
-    if (!kIsV && !centred) begin_with_nothing<kSteps>(begin);
+    float* centre = reinterpret_cast<float*>(asked + 4);
+    float* centres = centre + 2 * kDim;  // as given, of two tiles
+    if (!kIsV && !centred) no_centre<kSteps>(centre);
     ask(asked[0], n);
     commit_group();
     wait_group<0>();
@@ -235,8 +226,8 @@ struct Side {
       unsigned char* page = address(current.page);
       const bool coded = kByAddress && __any_sync(~0u, is_coded(current.row[lane & 15]));
       if (centred && (i == 0 || current.centre != last.centre))
-        begin_products<kSteps, kRotate>(begin, centres + i % 2 * kDim);
-      make(n, source, centre_of(centred ? current.centre : 0, begin), coded, page, page);
+        rotate_centre<kSteps, kRotate>(centre, centres + i % 2 * kDim);
+      make(n, source, centre, coded, page, page);
     }
   }
 };

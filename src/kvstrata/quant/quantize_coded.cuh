@@ -1,4 +1,4 @@
-// Tokens of a tile given as codes of another tier: decoded into the tile's registers, where rotated rows are.
+// Tokens of a tile given as codes of another tier: decoded into the tile's registers, where transformed rows are.
 #pragma once
 #include "coded.cuh"
 #include "planes.cuh"
@@ -35,7 +35,7 @@ struct Coded {
 
   // Scale of the lane's own token if its codes keep their number of bits, else -1.
   __device__ __forceinline__ int kept(int wanted) const {
-    const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 4) * 2 + (lane >> 3 & 1) : lane >> 1 & 1;
+    const int lane = threadIdx.x & 31, own = kIsV ? (lane >> 2 & 1) * 2 + (lane >> 4) : lane >> 1 & 1;
     int same_width = -1;
 #pragma unroll
     for (int i = 0; i < kRows; i++)

@@ -13,7 +13,7 @@ constexpr int kWindow = 16;
 // The runs of a window that is not a whole tile.
 template <class S>
 __device__ __noinline__ void write_other(const Params& p, int head, int first, unsigned char* rows, unsigned char* zeros,
-                                         Centre centre) {
+                                         const float* centre) {
   const S side{p, head};
   side.write_runs(Window(*side.slot_address(first), p, first, kWindow), first, 0, rows, zeros, centre);
 }
@@ -61,7 +61,7 @@ struct Prompt {
     unsigned char* zeros = shared + 2 * Stage::kBytes;
     Slot* slots = reinterpret_cast<Slot*>(zeros + Stage::Rows::kBytes);  // of two windows
     S::Rows::clear(zeros);
-    const Centre centre = side.centre(reinterpret_cast<float*>(slots + 2 * 32));
+    const float* centre = side.centre(reinterpret_cast<float*>(slots + 2 * 32));
     ask(slots, n);
     if (n + step < end) ask(slots + 32, n + step);
     commit_group();

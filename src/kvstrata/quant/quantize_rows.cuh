@@ -1,4 +1,4 @@
-// Plain rows of a tile, in global or shared memory, to rotated rows in registers.
+// Plain rows of a tile, in global or shared memory, to transformed rows in registers: those of quant/reference.py, bit for bit.
 #pragma once
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -6,6 +6,7 @@
 #include "rotation.cuh"
 #include "swizzle.cuh"
 #include "vec.cuh"
+#include "warp.cuh"
 
 template <class In> struct Quad { using type = uint2; };
 template <> struct Quad<f32> { using type = uint4; };
@@ -72,15 +73,6 @@ struct InStage {
   }
 };
 
-// The centre subtracted from K. Whether there is one is read from the arguments, not from the address: machine code that tested
-// an address which may be null (NVRTC 13.0, sm_90) read it sooner after it was cleared than elsewhere; see
-// tests/test_machine_code.py.
-struct Centre {
-  bool there;
-  const float* plain;  // in the model's space
-  const float* begin;  // initial accumulators of the products of rows, in shared memory; zeros if there is none
-};
-
 template <int kSteps>
 __device__ __forceinline__ void clear(Tile<kSteps>& f) {
 #pragma unroll
@@ -89,10 +81,10 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
     for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
 }
 
-// Initial accumulators of the products of K's rows: the centre after the same butterflies, negated. Every two dims
-// are there twice, for tokens g and g + 8, in accumulator order.
+// The centre of K after the butterflies over 16 dims, negated: added to the products of its rows. Every two dims are there
+// twice, for tokens g and g + 8, in accumulator order.
 template <int kSteps, bool kRotate>
-__device__ __forceinline__ void begin_products(float* begin, const float* centre) {
+__device__ __forceinline__ void rotate_centre(float* rotated, const float* centre) {
   constexpr int kDim = 16 * kSteps, kLanes = kRotate ? 4 : 0;  // of four dims each
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -119,73 +111,144 @@ __device__ __forceinline__ void begin_products(float* begin, const float* centre
     if (dim < kDim)
 #pragma unroll
       for (int i = 0; i < 4; i += 2)
-        *reinterpret_cast<float4*>(begin + 2 * (dim + i)) = make_float4(x[i], x[i + 1], x[i], x[i + 1]);
+        *reinterpret_cast<float4*>(rotated + 2 * (dim + i)) = make_float4(x[i], x[i + 1], x[i], x[i + 1]);
   }
   __syncwarp();
 }
 
 template <int kSteps>
-__device__ __forceinline__ void begin_with_nothing(float* begin) {
-  for (int i = threadIdx.x & 31; i < 32 * kSteps; i += 32) begin[i] = 0.f;
+__device__ __forceinline__ void no_centre(float* rotated) {
+  for (int i = threadIdx.x & 31; i < 32 * kSteps; i += 32) rotated[i] = 0.f;
   __syncwarp();
 }
 
-// Rows of 16-bit values to rotated ones, K minus the centre. Empty slots are zero.
-template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const Source& source, const Centre& centre) {
-  unsigned h[2][2];
-  rotation_operand<In, kRotate, Source::kByMatrix>(h);
-  if constexpr (kIsV) {
-    clear<kSteps>(f);
-  } else {
+// The rest after the products: K minus the centre, and butterflies over steps. Empty slots are zero and stay so.
+template <int kSteps, bool kIsV, bool kRotate, class Source>
+__device__ __forceinline__ void finish_rows(Tile<kSteps>& f, const Source& source, const float* centre) {
+  if constexpr (!kIsV) {
+    const float times[2] = {source.there[0] ? 1.f : 0.f, source.there[1] ? 1.f : 0.f};
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
 #pragma unroll
       for (int r = 0; r < 4; r += 2) {
-        const float4 x = *reinterpret_cast<const float4*>(centre.begin + 32 * s + 8 * r + 4 * (threadIdx.x & 3));
-        f[s][r][0] = x.x;
-        f[s][r][1] = x.y;
-        f[s][r + 1][0] = x.z;
-        f[s][r + 1][1] = x.w;
+        const float4 x = *reinterpret_cast<const float4*>(centre + 32 * s + 8 * r + 4 * (threadIdx.x & 3));
+        f[s][r][0] = fmaf(x.x, times[0], f[s][r][0]);
+        f[s][r][1] = fmaf(x.y, times[0], f[s][r][1]);
+        f[s][r + 1][0] = fmaf(x.z, times[1], f[s][r + 1][0]);
+        f[s][r + 1][1] = fmaf(x.w, times[1], f[s][r + 1][1]);
       }
   }
-#pragma unroll
-  for (int s = 0; s < kSteps; s++) {
-    uint2 raw[2];
-    source.template load_operand<kIsV>(raw, s);
-    rotate_step<In, kIsV>(f[s], raw, h);
-  }
   rotate_steps<kSteps, kRotate>(f);
-  if (!kIsV && !__all_sync(~0u, source.there[0] && source.there[1])) {
+}
+
+// Exponents of 16-bit values, in place. A row is rounded to its grid by two products with powers of two: the first one makes
+// values that are not on the grid subnormal. Rows of kEnd and more have no such powers, those below kLeast are on the grid.
+template <class In> struct Exponent;
+template <> struct Exponent<bf16> {
+  static constexpr unsigned kMask = 0x7f80, kOne = 127 << 7, kLeast = 12 << 7, kEnd = kOne + kLeast;
+};
+template <> struct Exponent<f16> {
+  static constexpr unsigned kMask = 0x7c00, kOne = 15 << 10, kLeast = 9 << 10, kEnd = kOne + kLeast;
+};
+
+// Rows of 16-bit values, as operands.
+template <class In, int kSteps, bool kIsV>
+struct Operands {
+  using E = Exponent<In>;
+  uint2 raw[kSteps][2];
+  unsigned size[2];  // the bits of the largest magnitude of rows g and g + 8
+
+  // False if a row is too large for the grid, infinite or NaN.
+  template <class Source>
+  __device__ __forceinline__ bool load(const Source& source) {
+    unsigned most[2] = {};
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
+    for (int s = 0; s < kSteps; s++) {
+      source.template load_operand<kIsV>(raw[s], s);
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (!source.there[i >> 1 & 1]) f[s][i >> 1][i & 1] = 0.f;
+      for (int i = 0; i < 2; i++) most[i] = larger_pair(In{}, larger_pair(In{}, most[i], raw[s][i].x), raw[s][i].y);
+    }
+    // Of row g in the low half, of row g + 8 in the high one.
+    unsigned both = larger_pair(In{}, __byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+    both = larger_pair(In{}, both, __shfl_xor_sync(~0u, both, 1));
+    both = larger_pair(In{}, both, __shfl_xor_sync(~0u, both, 2));
+    size[0] = both & 0x7fffu;
+    size[1] = both >> 16 & 0x7fffu;
+    return __all_sync(~0u, max(size[0], size[1]) < E::kEnd);
+  }
+
+  // To transformed rows (quant/reference.py).
+  template <bool kRotate, class Source>
+  __device__ __forceinline__ void transform(Tile<kSteps>& f, const Source& source, const float* centre) {
+    unsigned h[2][2], down[2], up[2];
+    rotation_operand<In, kRotate, Source::kByMatrix>(h);
+    clear<kSteps>(f);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const unsigned exponent = max(size[i] & E::kMask, E::kLeast);
+      down[i] = (E::kEnd - exponent) * 0x10001u;
+      up[i] = (E::kOne - E::kLeast + exponent) * 0x10001u;
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      if constexpr (kRotate)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          raw[s][i].x = multiply_pair(In{}, multiply_pair(In{}, raw[s][i].x, down[i]), up[i]);
+          raw[s][i].y = multiply_pair(In{}, multiply_pair(In{}, raw[s][i].y, down[i]), up[i]);
+        }
+      rotate_step<In, kIsV>(f[s], raw[s], h);
+    }
+    finish_rows<kSteps, kIsV, kRotate>(f, source, centre);
+  }
+};
+
+// A lane's values of a step, cleaned; K divided by `balance` if there is one.
+template <class In, bool kBalance, class Source>
+__device__ __forceinline__ void clean_values(float (&x)[2][4], const Source& source, int s, const float* balance) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const auto raw = source.load(s, i);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      x[i][e] = quad_value<In>(raw, e);
+      if constexpr (kBalance) x[i][e] = __fmul_rn(x[i][e], __frcp_rn(__ldg(balance + 16 * s + 4 * (threadIdx.x & 3) + e)));
+      x[i][e] = clean(x[i][e]);
+    }
   }
 }
 
-// Same with every value centred and cleaned before the rotation, as in the reference.
-template <class In, int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_cleaned(Tile<kSteps>& f, const Source& source, const Centre& centre) {
+// Rows of any type and any values to transformed ones, in float32. `balance`: K is divided by it first.
+template <class In, int kSteps, bool kIsV, bool kRotate, bool kBalance, class Source>
+__device__ __forceinline__ void transform_any(Tile<kSteps>& f, const Source& source, const float* centre,
+                                              const float* balance = nullptr) {
+  float magic[2];
+  if constexpr (kRotate) {
+    float most[2] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      float x[2][4];
+      clean_values<In, kBalance>(x, source, s, balance);
+#pragma unroll
+      for (int i = 0; i < 8; i++) most[i >> 2] = fmaxf(most[i >> 2], fabsf(x[i >> 2][i & 3]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
+      magic[i] = grid_of(fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)));
+    }
+  }
   unsigned h[2][2];
   rotation_operand<bf16, kRotate>(h);
-  const int t = threadIdx.x & 3;
   clear<kSteps>(f);
 #pragma unroll
   for (int s = 0; s < kSteps; s++) {
     float x[2][4];
+    clean_values<In, kBalance>(x, source, s, balance);
+    if constexpr (kRotate)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const auto raw = source.load(s, i);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        float value = quad_value<In>(raw, e);
-        if (!kIsV && centre.there && source.there[i]) value -= __ldg(centre.plain + 16 * s + 4 * t + e);
-        x[i][e] = clean(value);
-      }
-    }
+      for (int i = 0; i < 8; i++) x[i >> 2][i & 3] = on_grid(x[i >> 2][i & 3], magic[i >> 2]);
     rotate_step_exactly<kIsV>(f[s], x, h);
   }
-  rotate_steps<kSteps, kRotate>(f);
+  finish_rows<kSteps, kIsV, kRotate>(f, source, centre);
 }

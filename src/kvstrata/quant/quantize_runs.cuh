@@ -116,56 +116,13 @@ struct InRun {
   }
 };
 
-// K rows times 1 / balance, minus the centre, cleaned and rotated; in float32.
-template <class In, int kSteps, bool kRotate, class Source>
-__device__ __forceinline__ void rotate_balanced(Tile<kSteps>& f, const Source& source, const Centre& centre,
-                                                const float* balance) {
-  unsigned h[2][2];
-  rotation_operand<bf16, kRotate>(h);
-  const int t = threadIdx.x & 3;
-  clear<kSteps>(f);
-#pragma unroll
-  for (int s = 0; s < kSteps; s++) {
-    float x[2][4];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const auto raw = source.load(s, i);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int dim = 16 * s + 4 * t + e;
-        float value = __fmul_rn(quad_value<In>(raw, e), __frcp_rn(__ldg(balance + dim)));
-        if (centre.there && source.there[i]) value = __fsub_rn(value, __ldg(centre.plain + dim));
-        x[i][e] = clean(value);
-      }
-    }
-    rotate_step_exactly<false>(f[s], x, h);
-  }
-  rotate_steps<kSteps, kRotate>(f);
-}
-
-// A tile with a row that has to be cleaned: clean rows keep the result of rotate_rows.
+// A tile with a row that the fast path does not take.
 template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Source>
-__device__ __noinline__ void write_rarely(Source source, Centre centre, unsigned char* to, int tile, unsigned char* scales,
-                                          SomeTokens tokens) {
-  using G = TileTokens<kIsV>;
-  constexpr float kFactor = rotation_factor<kSteps, kRotate>();
-  Tile<kSteps> f, cleaned;
-  rotate_cleaned<In, kSteps, kIsV, kRotate>(cleaned, source, centre);
-  float measure = measure_rows<kBits, kSteps, kIsV>(cleaned);
-  if constexpr (sizeof(In) == 2) {
-    rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
-    const float fast = measure_rows<kBits, kSteps, kIsV>(f);
-    const bool fine = is_fine<kBits>(fast, kFactor);
-    float keeps[G::kRows];
-    G::spread(fine ? 1.f : 0.f, keeps);
-    if (fine) measure = fast;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        if (keeps[G::row(i >> 1, i & 1)] != 0.f) cleaned[s][i >> 1][i & 1] = f[s][i >> 1][i & 1];
-  }
-  write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(cleaned, measure, -1, to, tile, scales, tokens);
+__device__ __noinline__ void write_rarely(Source source, const float* centre, unsigned char* to, int tile,
+                                          unsigned char* scales, SomeTokens tokens) {
+  Tile<kSteps> f;
+  transform_any<In, kSteps, kIsV, kRotate, false>(f, source, centre);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, to, tile, scales, tokens);
 }
 
 // One side of the windows of one call.
@@ -190,35 +147,31 @@ struct Side {
   __device__ __forceinline__ const Slot* slot_address(int first) const {
     return static_cast<const Slot*>(p.slot_mapping) + (Window::has_token(p, first) ? Window::token(first) : 0) * p.slot_stride;
   }
-  // Initial accumulators of the products of K's rows.
-  __device__ __forceinline__ Centre centre(float* begin) const {
-    const Centre out{!kIsV && p.centre, p.centre + head * kDim, begin};
+  // The centre in shared memory, as the rows of K need it.
+  __device__ __forceinline__ const float* centre(float* rotated) const {
     if constexpr (!kIsV) {
-      if (out.there) begin_products<kSteps, kRotate>(begin, out.plain);
-      else begin_with_nothing<kSteps>(begin);
+      if (p.centre) rotate_centre<kSteps, kRotate>(rotated, p.centre + head * kDim);
+      else no_centre<kSteps>(rotated);
     }
-    return out;
+    return rotated;
   }
 
   // Rows in shared memory to codes and scales in the page of their slots, from `slot` on.
   template <class Source, class Tokens>
-  __device__ __forceinline__ void write(const Source& source, const Centre& centre, int slot, const Tokens& tokens) const {
+  __device__ __forceinline__ void write(const Source& source, const float* centre, int slot, const Tokens& tokens) const {
     const Page place(p, slot, head);
     unsigned char *codes = place.page + kCodes, *scales = place.page + kScales;
-    if constexpr (kBalanced) {
+    if constexpr (kBalanced || sizeof(In) == 4) {
       Tile<kSteps> f;
-      rotate_balanced<In, kSteps, kRotate>(f, source, centre, p.balance + head * kDim);
-      const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-      write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, false>(f, measure, -1, codes, place.tile, scales, tokens);
+      transform_any<In, kSteps, kIsV, kRotate, kBalanced>(f, source, centre, p.balance + head * kDim);
+      write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, codes, place.tile, scales, tokens);
     } else {
-      if constexpr (sizeof(In) == 2) {
+      Operands<In, kSteps, kIsV> operands;
+      if (operands.load(source)) {
         Tile<kSteps> f;
-        rotate_rows<In, kSteps, kIsV, kRotate>(f, source, centre);
-        const float measure = measure_rows<kBits, kSteps, kIsV>(f);
-        if (__all_sync(~0u, is_fine<kBits>(measure, rotation_factor<kSteps, kRotate>()))) {
-          write_side<In, kSteps, kBits, kTiles, kIsV, kRotate, true>(f, measure, -1, codes, place.tile, scales, tokens);
-          return;
-        }
+        operands.template transform<kRotate>(f, source, centre);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, codes, place.tile, scales, tokens);
+        return;
       }
       SomeTokens some{0, 16};
       if constexpr (!Tokens::kAll) some = tokens;
@@ -228,7 +181,7 @@ struct Side {
 
   // The runs that begin in a window, one after the other. `copied`: rows of the first run that are already in flight.
   __device__ __forceinline__ void write_runs(const Window& window, int first, int copied, unsigned char* rows,
-                                             unsigned char* zeros, const Centre& centre) const {
+                                             unsigned char* zeros, const float* centre) const {
     for (unsigned starts = window.starts; starts; starts &= starts - 1) {
       const int start = __ffs(starts) - 1, slot = window.slot_of(start);
       const SomeTokens tokens{slot % 16, window.count(start)};

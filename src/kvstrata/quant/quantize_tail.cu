@@ -115,7 +115,7 @@ struct Tailed {
   // A tile of the page of row `row`: `before` tokens from the tail, then `count` rows, `copied` of which are already being
   // copied to shared memory. `slot`: of the first of those rows or, if there are none, of the tile.
   __device__ __forceinline__ void write_tile(const Request& r, int row, int slot, int before, int count, int copied,
-                                             const Centre& centre) const {
+                                             const float* centre) const {
     const int position = r.begin + row - r.first, page = position - position % kPage, first = slot % kPage - before % 16;
     if (before) Rows::copy(rows, place(p.tail, r.tail, (page + first) % p.tail.tokens), kRow, 0, before);
     Rows::copy(rows, side.row(row) - before * side.stride(), side.stride(), before + copied, before + count);
@@ -143,7 +143,7 @@ struct Tailed {
     const Window window(*side.slot_address(first), p, first, p.window);
     Rows::clear(zeros);
     if (!window.starts) return;
-    const Centre centre = side.centre(begin);
+    const float* centre = side.centre(begin);
     // The row of the window's first token is in flight; its memory must not be reused before it has arrived.
     bool copied = window.starts & 2;
     if (!copied) arrive();

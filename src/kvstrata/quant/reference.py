@@ -1,25 +1,33 @@
-"""Quantisation in plain torch: the reference for the kernels, and the CPU path.
+"""Quantisation in plain torch: the reference for the kernels, and the CPU path. Every backend gives the same bits.
 
 A row is D values of one token and KV head. It is quantised as follows, every operation in float32, rounded to nearest
 even:
 
-    clean    x = row - centre (K, where the format has one); NaN becomes 0; clamped to +-65504
-    rotate   butterflies in the order of `layout.rotation`
-    step_of  2, 3, 4 bit: sqrt(sum(x * x) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|x| * (2 / 255); at least 2^-24
-    encode   code = clamp(floor(x * inv), -2^(b-1), 2^(b-1) - 1) + 2^(b-1),  inv = 1 / step, the product not rounded
-    refit    scale = sum(x * c) / sum(c * c), c = code - (2^b - 1) / 2; in pages times K_GAIN[bits] or V_GAIN[bits];
-             clamped to 0 .. 65504, rounded to fp16
-    decode   c * scale, which float32 holds exactly
+    clean      NaN becomes 0; clamped to +-65504
+    on_grid    rounded to multiples of 2^-18 of the power of two of the row's largest value
+    transform  butterflies at distance 1 to 8, less the same butterflies of the centre (K, where the format has one);
+               then butterflies at distance 16 to block / 2
+    step_of    2, 3, 4 bit: sqrt(row_sum(y * y) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|y| * (2 / 255);
+               at least 2^-24 sqrt(block)
+    encode     z = floor(y * inv * 256), inv = 1 / step, the product not rounded;
+               code = clamp(z >> 8, -2^(b-1), 2^(b-1) - 1) + 2^(b-1)
+    refit      scale = sum(z * c) / sum(c * c) * (step / 256 * block^-0.5 * gain), c = code - (2^b - 1) / 2; in pages
+               gain is K_GAIN[bits] or V_GAIN[bits]; clamped to 0 .. 65504, rounded to fp16
+    decode     c * scale, which float32 holds exactly
 
-The sums may be taken in any order, so steps and scales agree between backends up to rounding; on the CPU it is the
-order of `row_sum`, with or without numba. Given x and step, codes agree bit for bit: ``inv`` is rounded once and the
-floor is that of the exact product. docs/formats.md has the reasons for these rules and the measurements behind them.
+Without a rotation, there is no grid, no butterfly and a block of 1. Rows that are given as codes of another format
+begin at step_of, with y = c * (scale * sqrt(block)).
+
+Why all backends agree, whatever order their hardware sums in: on the grid the first four butterflies are sums of 16
+values that float32 holds exactly, so tensor cores may take them; z and c are integers; the one sum that rounds is
+`row_sum`, whose order is fixed. docs/formats.md has the reasons for these rules and the measurements behind them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvstrata.layout import fragments, rotation, rows, scales
@@ -37,41 +45,75 @@ K_GAIN = {2: 1.0653, 3: 1.0193, 4: 1.0058, 8: 1.0}
 V_GAIN = {2: 1.0995, 3: 1.0291, 4: 1.0087, 8: 1.0}
 
 
-def clean(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
-    """``x - centre`` in float32, all finite: NaN becomes 0, the rest is clamped to +-65504."""
-    x = x.detach().float()
+def clean(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in float32, all finite: NaN becomes 0, the rest is clamped to +-65504."""
+    return x.detach().float().nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
+
+
+def on_grid(x: torch.Tensor) -> torch.Tensor:
+    """Clean rows ``x [..., D]``, rounded to multiples of 2^-18 of the power of two of their largest value."""
+    exponent = x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7F800000
+    magic = (exponent + (5 << 23 | 1 << 22)).view(torch.float32)  # 1.5 * 2^5 times that power: its last bit is the grid
+    return (x + magic) - magic
+
+
+def transform(x: torch.Tensor, centre: torch.Tensor | None, rotate: bool) -> torch.Tensor:
+    """Clean rows, centred and rotated: sqrt(block) times too long. ``centre`` broadcasts against ``x``."""
+    block = rotation.block_of(x.shape[-1]) if rotate else 1
+    if rotate:
+        x = rotation.butterflies(on_grid(x), 1, min(block, 16))
     if centre is not None:
-        x = x - centre.detach().float()
-    return x.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
+        x = x - rotation.butterflies(centre.detach().float(), 1, min(block, 16))
+    return rotation.butterflies(x, 16, block)
+
+
+def length(dim: int, rotate: bool) -> float:
+    """block ^ -0.5 as a float32: makes transformed rows as long as they were."""
+    return _float32(rotation.block_of(dim) ** -0.5) if rotate else 1.0
+
+
+def _float32(x: float) -> float:
+    return float(np.float32(x))
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Pairwise tree sum of rows ``[..., D]``: the second half is added to the first until one value is left."""
-    while x.shape[-1] % 2 == 0:
-        half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
-    total = x[..., 0]
-    for i in range(1, x.shape[-1]):
-        total = total + x[..., i]
-    return total
+    """Sum of rows ``[..., D]`` in the order of all backends.
+
+    Dims 8 apart first; then blocks of 16 dims, the second half added to the first until one is left, with zeros up to a
+    power of two; then dims 1, 4 and 2 apart.
+    """
+    dim, lead = x.shape[-1], x.shape[:-1]
+    steps = 1 << (-(-dim // 16) - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, 16 * steps - dim)).reshape(*lead, steps, 2, 8)
+    x = x[..., 0, :] + x[..., 1, :]
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        x = x[..., :half, :] + x[..., half:, :]
+    x = x.reshape(*lead, 2, 2, 2)
+    x = x[..., 0] + x[..., 1]
+    x = x[..., 0, :] + x[..., 1, :]
+    return x[..., 0] + x[..., 1]
 
 
-def step_of(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Step between levels for rows ``x [..., D]``: float32 ``[...]``, positive."""
+def step_of(x: torch.Tensor, bits: int, length: float = 1.0) -> torch.Tensor:
+    """Step between levels for transformed rows ``x [..., D]``: float32 ``[...]``, positive."""
     fragments.check_bits(bits)
     if bits == 8:
         step = x.abs().amax(-1) * (2 / 255)
     else:
-        step = (row_sum(x.square()) / x.shape[-1]).sqrt() * GAUSSIAN_STEP[bits]
-    return step.clamp(min=SMALLEST_STEP)
+        # A tensor, not a number: on a GPU, torch replaces division by a number with a product.
+        dim = torch.full((), x.shape[-1], dtype=x.dtype, device=x.device)
+        step = (row_sum(x.square()) / dim).sqrt() * GAUSSIAN_STEP[bits]
+    return step.clamp(min=_float32(SMALLEST_STEP / length))
 
 
-def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 ``[..., D]`` of float32 rows, given their steps ``[...]``. Bit-exact on every backend."""
+def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 ``[..., D]`` of float32 rows, given their steps ``[...]``, and the values in 1/256 steps, float64."""
     middle = 2 ** (fragments.check_bits(bits) - 1)
-    inverse = step.reciprocal().unsqueeze(-1)
+    inverse = step.reciprocal().unsqueeze(-1) * 256
     # A product of two float32 is exact in float64, so its floor is that of a fused multiply-add rounded down.
-    return ((x.double() * inverse).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8)
+    z = (x.double() * inverse).floor()
+    return ((z / 256).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8), z
 
 
 def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -79,11 +121,14 @@ def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.float() - (2**bits - 1) / 2
 
 
-def refit(x: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0) -> torch.Tensor:
-    """The fp16 scales ``[...]`` that fit the rows best with these codes, times ``gain``."""
-    c = levels(codes, bits)
-    # Levels are at least 1/2 in magnitude: the divisor is never 0, and up to D = 256 it is exact.
-    scale = row_sum(x * c) / c.square().sum(-1) * gain
+def refit(
+    z: torch.Tensor, step: torch.Tensor, codes: torch.Tensor, bits: int, gain: float = 1.0, length: float = 1.0
+) -> torch.Tensor:
+    """The fp16 scales ``[...]`` that fit the rows best with these codes, times ``gain``; ``z`` is that of `encode`."""
+    c = levels(codes, bits).double()
+    # Sums of integers below 2^53: exact. Levels are at least 1/2 in magnitude, so the divisor is never 0.
+    ratio = (z * 2 * c).sum(-1).float() / (4 * c * c).sum(-1).float()
+    scale = ratio * (step * (_float32(_float32(length) * _float32(gain)) / 128))
     return scale.clamp(0.0, LARGEST).half()
 
 
@@ -92,19 +137,27 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     return levels(codes, bits) * scale.float().unsqueeze(-1)
 
 
-def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 ``[..., D]`` and fp16 scales ``[...]`` of clean float32 rows."""
-    if rotate:
-        x = rotation.rotate(x)
-    codes = encode(x, step_of(x, bits), bits)
-    return codes, refit(x, codes, bits, gain)
+def quantize_rows(x: torch.Tensor, bits: int, gain: float, length: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 ``[..., D]`` and fp16 scales ``[...]`` of transformed rows."""
+    step = step_of(x, bits, length)
+    codes, z = encode(x, step, bits)
+    return codes, refit(z, step, codes, bits, gain, length)
 
 
 def quantize_plain(
     x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of the model's rows; ``centre`` broadcasts against ``x``."""
-    return quantize_rows(clean(x, centre), bits, rotate, gain)
+    return quantize_rows(transform(clean(x), centre, rotate), bits, gain, length(x.shape[-1], rotate))
+
+
+def quantize_coded(
+    codes: torch.Tensor, scale: torch.Tensor, was: int, bits: int, rotate: bool, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales with ``bits`` of rows that are given as codes of ``was`` bits."""
+    shrink = length(codes.shape[-1], rotate)
+    longer = scale.float() * _float32(1 / shrink)
+    return quantize_rows(levels(codes, was) * longer.unsqueeze(-1), bits, gain, shrink)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -246,7 +299,7 @@ def quantize(x: torch.Tensor, bits: int, *, format: Format | None = None, backen
         if bits not in (format.k_bits, format.v_bits):
             raise ValueError(f"bits: expected {format.k_bits} or {format.v_bits} as in {format.name}, got {bits}")
     rotated = format is None or format.rotate
-    codes, scale = quantize_rows(clean(x), bits, rotated)
+    codes, scale = quantize_plain(x, None, bits, rotated, 1.0)
     return Packed(rows.pack_rows(codes, bits), scale, bits, x.shape[-1], rotated, x.dtype)
 
 

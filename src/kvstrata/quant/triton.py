@@ -1,18 +1,21 @@
 """``quantize_pages`` in Triton: the portable GPU path, run by the interpreter in CI.
 
 A program writes one side of a page: it quantises the rows, leaves the codes as bytes in its own scratch buffer and
-reads them back in the order of the page, which is given by tables (layout/fragments.py). The rotation is a product with
-the Hadamard matrix in full float32.
+reads them back in the order of the page, which is given by tables (layout/fragments.py).
+
+The arithmetic of quant/reference.py is here for all Triton kernels that quantise. It gives the same bits only if they
+are launched with ``enable_fp_fusion=False``: a product and a sum, each rounded, must not become one operation.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from kvstrata.layout import Format, fragments, hadamard
-from kvstrata.layout.unpack_triton import UNIT, scale_index
+from kvstrata.layout import Format, fragments
+from kvstrata.layout.unpack_triton import UNIT, butterflies, scale_index
 
 from . import reference
 from .job import Job
@@ -29,58 +32,91 @@ def clean(x):
 
 
 @triton.jit
-def to_scale(x):
-    """Fitted scales clamped to 0 .. 65504 and rounded to fp16."""
-    return tl.minimum(tl.maximum(x, 0.0), LARGEST).to(tl.float16)
+def on_grid(x):
+    """Clean rows ``x [ROWS, WIDE]``, rounded to multiples of 2^-18 of the power of two of their largest value."""
+    exponent = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
+    magic = (exponent + (5 << 23 | 1 << 22)).to(tl.float32, bitcast=True)[:, None]
+    return (x + magic) - magic
 
 
 @triton.jit
-def _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, mask_d, CENTRED: tl.constexpr):
-    """Rows in float32 [P, columns]: centred, NaN to 0, clamped; zero in empty slots."""
-    live = (row >= 0)[:, None] & mask_d[None, :]
-    offs = tl.maximum(row, 0).to(tl.int64)[:, None] * stride_token + offs_d[None, :]
-    x = tl.load(x_ptr + offs, mask=live, other=0.0).to(tl.float32)
+def transform(x, centre, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr):
+    """Clean rows ``[ROWS, WIDE]``, less ``centre [1, WIDE]`` if CENTRED, rotated in blocks of BLOCK (1: not rotated).
+
+    They are sqrt(BLOCK) times too long. Columns past the head dim, zero in both, stay zero.
+    """
+    NEAR: tl.constexpr = 16 if BLOCK > 1 else 1
+    if BLOCK > 1:
+        x = butterflies(on_grid(x), ROWS, WIDE, 1, NEAR)
     if CENTRED:
-        x = tl.where(live, x - tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)[None, :], 0.0)
-    return clean(x)
+        x = x - butterflies(centre, 1, WIDE, 1, NEAR)
+    return butterflies(x, ROWS, WIDE, 16, BLOCK)
+
+
+@triton.jit
+def row_sum(x, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Sums ``[ROWS]`` of ``x [ROWS, WIDE]`` in the order of all backends; every ``tl.sum`` adds two values."""
+    x = tl.sum(tl.reshape(x, (ROWS, WIDE // 16, 2, 8)), axis=2)
+    for i in tl.static_range(4):
+        if (32 << i) <= WIDE:  # the second half of the blocks of 16 dims to the first
+            x = tl.sum(tl.reshape(x, (ROWS, 2, WIDE // (32 << i), 8)), axis=1)
+    x = tl.sum(tl.reshape(x, (ROWS, 2, 2, 2)), axis=3)
+    return tl.sum(tl.sum(x, axis=1), axis=1)
+
+
+@triton.jit
+def quantize_rows(
+    x, bits, gaussian_step, factor, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Codes int32 ``[ROWS, WIDE]`` and fp16 scales ``[ROWS]`` of transformed rows that are zero past DIM.
+
+    ``bits`` and ``gaussian_step``, that of this width, are constants or known at run time only; so is ``factor``, from
+    `factor_of`. BLOCK is that of `transform`.
+    """
+    if bits == 8:
+        step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
+    else:
+        mean = tl.div_rn(row_sum(x * x, ROWS, WIDE), tl.full((ROWS,), DIM, tl.float32))
+        step = tl.sqrt_rn(mean) * gaussian_step
+    step = tl.maximum(step, SMALLEST_STEP * BLOCK**0.5)
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), step) * 256.0
+    z = tl.floor(x.to(tl.float64) * inverse.to(tl.float64)[:, None]).to(tl.int32)  # the product is exact
+    half = 1 << (bits - 1)
+    code = tl.minimum(tl.maximum(z >> 8, -half), half - 1)
+    level = tl.where(tl.arange(0, WIDE)[None, :] < DIM, 2 * code + 1, 0)  # in halves of a step
+    ratio = tl.div_rn(tl.sum(z * level, axis=1).to(tl.float32), tl.sum(level * level, axis=1).to(tl.float32))
+    scale = tl.minimum(tl.maximum(ratio * (step * factor), 0.0), LARGEST).to(tl.float16)
+    return code + half, scale
+
+
+def factor_of(gain: float, dim: int, rotate: bool) -> float:
+    """The constant in `reference.refit`, a float32, for levels counted in halves and values in 1/256 of a step."""
+    return float(np.float32(reference.length(dim, rotate)) * np.float32(gain)) / 128
 
 
 @triton.jit
 def _quantize_side(
-    x_ptr, centre_ptr, hadamard_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, row, stride_token,
+    x_ptr, centre_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, source_ptr, stride_token,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
     GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, WIDE)
-    if ROTATE:
-        x = tl.zeros((TOKENS, WIDE), tl.float32)
-        for first in tl.static_range(0, DIM, 16):
-            offs_k = first + tl.arange(0, 16)
-            part = _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_k, offs_k < DIM, CENTRED)
-            h = tl.load(hadamard_ptr + offs_k[:, None] * DIM + offs_d[None, :], mask=offs_d[None, :] < DIM, other=0.0)
-            x = tl.dot(part, h, x, input_precision="ieee")
-        BLOCK_DIM: tl.constexpr = DIM & -DIM
-        FACTOR: tl.constexpr = BLOCK_DIM**-0.5
-        x = x * FACTOR
-    else:
-        x = _clean_rows(x_ptr, centre_ptr, row, stride_token, offs_d, offs_d < DIM, CENTRED)
-    if BITS == 8:
-        step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
-    else:
-        step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), tl.full((TOKENS,), DIM, tl.float32))) * STEP
-    step = tl.maximum(step, SMALLEST_STEP)
-    inverse = tl.div_rn(tl.full((TOKENS,), 1.0, tl.float32), step)
-    HALF: tl.constexpr = 1 << (BITS - 1)
-    product = x.to(tl.float64) * inverse.to(tl.float64)[:, None]  # exact
-    floor = tl.minimum(tl.maximum(tl.floor(product).to(tl.float32), -HALF), HALF - 1)
-    level = tl.where(offs_d[None, :] < DIM, floor + 0.5, 0.0)
-    scale = tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN
-    offs_p = tl.arange(0, TOKENS)
-    tl.store(scale_ptr + scale_index(offs_p, SIDE), to_scale(scale))
-
-    codes = (floor.to(tl.int32) + HALF).to(tl.uint8)
-    tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d[None, :], codes, mask=offs_d[None, :] < DIM)
+    offs_d = tl.arange(0, WIDE)[None, :]
+    mask_d = offs_d < DIM
+    ROTATED: tl.constexpr = (DIM & -DIM) if ROTATE else 1
+    ROWS: tl.constexpr = min(TOKENS, 4096 // WIDE)  # at a time, for the registers
+    centre = tl.zeros((1, WIDE), tl.float32)
+    if CENTRED:
+        centre = tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)
+    for first in range(0, TOKENS, ROWS):
+        offs_p = first + tl.arange(0, ROWS)
+        row = tl.load(source_ptr + offs_p)[:, None]
+        x = x_ptr + tl.maximum(row, 0).to(tl.int64) * stride_token + offs_d
+        x = clean(tl.load(x, mask=(row >= 0) & mask_d, other=0.0).to(tl.float32))
+        x = tl.where(row >= 0, transform(x, centre, ROWS, WIDE, ROTATED, CENTRED), 0.0)  # zero in empty slots
+        codes, scale = quantize_rows(x, BITS, STEP, GAIN, ROWS, DIM, WIDE, ROTATED)
+        tl.store(scale_ptr + scale_index(offs_p, SIDE), scale)
+        tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d, codes.to(tl.uint8), mask=mask_d)
     tl.debug_barrier()
     for first in range(0, CODE_BYTES, BLOCK):
         offs = first + tl.arange(0, BLOCK)
@@ -101,7 +137,7 @@ def _quantize_side(
 
 @triton.jit
 def quantize_kernel(
-    k_ptr, v_ptr, pool_ptr, pages_ptr, source_ptr, heads_ptr, centre_ptr, centres_ptr, hadamard_ptr,
+    k_ptr, v_ptr, pool_ptr, pages_ptr, source_ptr, heads_ptr, centre_ptr, centres_ptr,
     k_table_ptr, k_high_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
@@ -109,7 +145,7 @@ def quantize_kernel(
     V_BYTES: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     page = tl.program_id(0)
-    row = tl.load(source_ptr + page * TOKENS + tl.arange(0, TOKENS))
+    source_ptr += page * TOKENS
     head = tl.load(heads_ptr + page).to(tl.int64)
     page_ptr = pool_ptr + tl.load(pages_ptr + page).to(tl.int64) * UNIT
     scale_ptr = (page_ptr + K_BYTES + V_BYTES).to(tl.pointer_type(tl.float16))
@@ -118,15 +154,14 @@ def quantize_kernel(
         if CENTRED:
             centre_ptr += tl.load(centres_ptr + page).to(tl.int64) * DIM
         _quantize_side(
-            k_ptr + head * k_stride_head, centre_ptr, hadamard_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr,
-            scale_ptr, row, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK,
-            0,
+            k_ptr + head * k_stride_head, centre_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr, scale_ptr,
+            source_ptr, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK, 0,
         )  # fmt: skip
     else:
         _quantize_side(
-            v_ptr + head * v_stride_head, centre_ptr, hadamard_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
-            page_ptr + K_BYTES, scale_ptr, row, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE,
-            False, V_BYTES, BLOCK, 1,
+            v_ptr + head * v_stride_head, centre_ptr, v_table_ptr, v_high_ptr, scratch_ptr, page_ptr + K_BYTES,
+            scale_ptr, source_ptr, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE, False, V_BYTES,
+            BLOCK, 1,
         )  # fmt: skip
 
 
@@ -141,15 +176,16 @@ def quantize_pages(job: Job) -> None:
     k, v, pool, pages, source, heads, format, centre, centres = job
     dim, tokens, device = format.head_dim, format.page_tokens, pool.device
     scratch = torch.empty(pages.shape[0] * 2 * tokens * dim, dtype=torch.uint8, device=device)
-    signs = hadamard(dim, device).sign()
+    k_gain, v_gain = K_GAIN[format.k_bits], V_GAIN[format.v_bits]
     with torch.cuda.device_of(pool):
         quantize_kernel[(pages.shape[0], 2)](
-            k, v, pool, pages, source, heads, signs if centre is None else centre.contiguous(),
-            heads if centres is None else centres, signs,
+            k, v, pool, pages, source, heads, k if centre is None else centre.contiguous(),
+            heads if centres is None else centres,
             *_tables(format.k_bits, format, "k", device), *_tables(format.v_bits, format, "v", device), scratch,
             *k.stride()[:2], *v.stride()[:2],
             DIM=dim, WIDE=triton.next_power_of_2(dim), TOKENS=tokens, K_BITS=format.k_bits, V_BITS=format.v_bits,
             K_STEP=GAUSSIAN_STEP[format.k_bits], V_STEP=GAUSSIAN_STEP[format.v_bits],
-            K_GAIN=K_GAIN[format.k_bits], V_GAIN=V_GAIN[format.v_bits], K_BYTES=format.k_bytes, V_BYTES=format.v_bytes,
-            ROTATE=format.rotate, CENTRED=centre is not None, BLOCK=1024, num_warps=8 if dim > 128 else 4,
+            K_GAIN=factor_of(k_gain, dim, format.rotate), V_GAIN=factor_of(v_gain, dim, format.rotate),
+            K_BYTES=format.k_bytes, V_BYTES=format.v_bytes, ROTATE=format.rotate, CENTRED=centre is not None,
+            BLOCK=1024, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -4,8 +4,7 @@
 // the difference of its own fields to a word. Sums of such differences are correct in any order, and a field that no
 // move changes is the same in every intermediate sum, so words may be read at any time.
 //
-// A lane holds cells of the token (planes.cuh). The arithmetic is that of quant/reference.py, the butterflies in the
-// order of layout/rotation.py.
+// A lane holds cells of the token (planes.cuh). Codes and scales are those of quant/reference.py, bit for bit.
 #include "fp8.cuh"
 #include "numbers.cuh"
 #include "planes.cuh"
@@ -29,11 +28,13 @@ struct Params {
   Tier tiers[kMaxTiers];
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
+__device__ __forceinline__ int warp_sum(int x) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
   return x;
 }
+
+__device__ __forceinline__ float add_lanes(float x, int apart) { return __fadd_rn(x, __shfl_xor_sync(~0u, x, apart)); }
 
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
@@ -57,21 +58,14 @@ __device__ __forceinline__ void write_codes(const Row<kDim, kIsV>& row, char* co
   else TokenCodes<kDim, kTokens, 2, kIsV>::write(row, codes, slot);
 }
 
-// A plain row, centred and cleaned.
+// A row in memory; zeros beyond its end.
 template <class In, int kDim, bool kIsV>
-__device__ __forceinline__ void read_plain(Row<kDim, kIsV>& row, const char* from, const float* centre) {
+__device__ __forceinline__ void read_row(Row<kDim, kIsV>& row, const In* from) {
   using R = Row<kDim, kIsV>;
 #pragma unroll
   for (int i = 0; i < R::kPer; i++)
 #pragma unroll
-    for (int e = 0; e < R::kValues; e++) {
-      float x = 0.f;
-      if (R::active(i)) {
-        x = to_float(reinterpret_cast<const In*>(from)[R::dim(i, e)]);
-        if (centre) x = __fsub_rn(x, __ldg(centre + R::dim(i, e)));
-      }
-      row.x[i][e] = clean(x);
-    }
+    for (int e = 0; e < R::kValues; e++) row.x[i][e] = R::active(i) ? to_float(from[R::dim(i, e)]) : 0.f;
 }
 
 // Butterflies over bit kBit of the cell number.
@@ -107,10 +101,9 @@ __device__ __forceinline__ void in_cells(Row<kDim, kIsV>& row) {
       if (!(e >> kBit & 1)) butterfly(row.x[i][e], row.x[i][e + (1 << kBit)]);
 }
 
-// Distances 1, 2, 4, .. of dims: K has half, t, t, 8 (the second pair), steps; V has g, g, g, 8, steps.
+// Distances 1, 2, 4 and 8 of dims: K has half, t, t, 8 (the second pair); V has g, g, g, 8.
 template <int kDim, bool kIsV>
-__device__ __forceinline__ void rotate_row(Row<kDim, kIsV>& row) {
-  constexpr int kBlock = kDim & -kDim;
+__device__ __forceinline__ void rotate_steps_of(Row<kDim, kIsV>& row) {
   if constexpr (kIsV) {
     across_cells<0>(row);
     across_cells<1>(row);
@@ -122,59 +115,112 @@ __device__ __forceinline__ void rotate_row(Row<kDim, kIsV>& row) {
     across_cells<1>(row);
     in_cells<1>(row);
   }
-  constexpr int kFirst = kIsV ? 3 : 2;
-  if constexpr (kBlock >= 32) across_cells<kFirst>(row);
-  if constexpr (kBlock >= 64) across_cells<kFirst + 1>(row);
-  if constexpr (kBlock >= 128) across_cells<kFirst + 2>(row);
-  if constexpr (kBlock >= 256) across_cells<kFirst + 3>(row);
-#pragma unroll
-  for (int i = 0; i < Row<kDim, kIsV>::kPer; i++)
-#pragma unroll
-    for (int e = 0; e < Row<kDim, kIsV>::kValues; e++)
-      row.x[i][e] = __fmul_rn(row.x[i][e], rotation_factor<kDim / 16, true>());
 }
 
-// Values to codes; returns the bits of the fp16 scale.
-template <int kDim, bool kIsV>
-__device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits, float gaussian, float gain) {
+// A plain row, transformed: `centre` is null if it has none.
+template <class In, int kDim, bool kIsV, bool kRotate>
+__device__ __forceinline__ void transform_row(Row<kDim, kIsV>& row, const In* from, const float* centre) {
   using R = Row<kDim, kIsV>;
-  float measure = 0.f;
+  read_row<In>(row, from);
+  float most = 0.f;
 #pragma unroll
   for (int i = 0; i < R::kPer; i++)
 #pragma unroll
-    for (int e = 0; e < R::kValues; e++)
-      measure = bits == 8 ? fmaxf(measure, fabsf(row.x[i][e])) : measure + row.x[i][e] * row.x[i][e];
+    for (int e = 0; e < R::kValues; e++) {
+      row.x[i][e] = clean(row.x[i][e]);
+      most = fmaxf(most, fabsf(row.x[i][e]));
+    }
+  if constexpr (kRotate) {
+    const float magic = grid_of(warp_max(most));
+#pragma unroll
+    for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+      for (int e = 0; e < R::kValues; e++) row.x[i][e] = on_grid(row.x[i][e], magic);
+    rotate_steps_of(row);
+  }
+  if (centre) {
+    R mean;
+    read_row<f32>(mean, reinterpret_cast<const f32*>(centre));
+    if constexpr (kRotate) rotate_steps_of(mean);
+#pragma unroll
+    for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+      for (int e = 0; e < R::kValues; e++) row.x[i][e] = __fsub_rn(row.x[i][e], mean.x[i][e]);
+  }
+  if constexpr (kRotate) {
+    constexpr int kBlock = kDim & -kDim, kFirst = kIsV ? 3 : 2;
+    if constexpr (kBlock >= 32) across_cells<kFirst>(row);
+    if constexpr (kBlock >= 64) across_cells<kFirst + 1>(row);
+    if constexpr (kBlock >= 128) across_cells<kFirst + 2>(row);
+    if constexpr (kBlock >= 256) across_cells<kFirst + 3>(row);
+  }
+}
+
+// Sum of squares in the order of row_sum of quant/reference.py: dims 8 apart, steps (those of a lane, then of lanes), dims 1, 4
+// and 2 apart.
+template <int kDim, bool kIsV>
+__device__ __forceinline__ float square_sum(const Row<kDim, kIsV>& row) {
+  using R = Row<kDim, kIsV>;
+  constexpr int kHalves = R::kValues / 2;
+  float part[4][kHalves] = {};
+#pragma unroll
+  for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+    for (int h = 0; h < kHalves; h++) {
+      const float x = row.x[i][h], y = row.x[i][h + kHalves];
+      part[i][h] = __fadd_rn(__fmul_rn(x, x), __fmul_rn(y, y));
+    }
+#pragma unroll
+  for (int h = 0; h < kHalves; h++) {
+    if constexpr (R::kPer > 2) part[0][h] = __fadd_rn(part[0][h], part[2][h]), part[1][h] = __fadd_rn(part[1][h], part[3][h]);
+    if constexpr (R::kPer > 1) part[0][h] = __fadd_rn(part[0][h], part[1][h]);
+    part[0][h] = add_lanes(add_lanes(part[0][h], 16), 8);
+    if constexpr (!kIsV) part[0][h] = add_lanes(part[0][h], 4);
+  }
+  if constexpr (kIsV) return add_lanes(add_lanes(add_lanes(part[0][0], 1), 4), 2);
+  else return add_lanes(add_lanes(__fadd_rn(part[0][0], part[0][1]), 2), 1);
+}
+
+// Values to codes; returns the bits of the fp16 scale. `length`: makes rows as long as before the rotation.
+template <int kDim, bool kIsV>
+__device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits, float gaussian, float gain, float length) {
+  using R = Row<kDim, kIsV>;
   float step;
   if (bits == 8) {
-    step = __fmul_rn(warp_max(measure), 2.f / 255.f);
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+      for (int e = 0; e < R::kValues; e++) most = fmaxf(most, fabsf(row.x[i][e]));
+    step = __fmul_rn(warp_max(most), 2.f / 255.f);
   } else {
-    step = __fmul_rn(__fsqrt_rn(__fdiv_rn(warp_sum(measure), static_cast<float>(kDim))), gaussian);
+    step = __fmul_rn(__fsqrt_rn(__fdiv_rn(square_sum(row), static_cast<float>(kDim))), gaussian);
   }
-  const float inverse = __frcp_rn(fmaxf(step, kSmallestStep));
-  const int levels = 1 << bits;
-  const float middle = kMagic + static_cast<float>(levels / 2);
-  const float centre = 0.5f * static_cast<float>(levels - 1);
-  float dot = 0.f, square = 0.f;
+  step = fmaxf(step, __fdiv_rn(kSmallestStep, length));
+  const float inverse = 256.f * __frcp_rn(step);
+  const int half = 1 << (bits - 1);
+  int dot = 0, square = 0;
 #pragma unroll
   for (int i = 0; i < R::kPer; i++) {
     if (!R::active(i)) continue;
 #pragma unroll
     for (int e = 0; e < R::kValues; e++) {
-      const int code = __float_as_int(__fmaf_rd(row.x[i][e], inverse, middle)) - kMagicBits;
-      const int clamped = max(0, min(code, levels - 1));
-      row.code[i][e] = static_cast<unsigned char>(clamped);
-      const float level = static_cast<float>(clamped) - centre;
-      dot += row.x[i][e] * level;
+      const int z = __float_as_int(__fmaf_rd(row.x[i][e], inverse, kMagic)) - kMagicBits;
+      const int floor = max(-half, min(z >> 8, half - 1)), level = 2 * floor + 1;
+      row.code[i][e] = static_cast<unsigned char>(floor + half);
+      dot += z * level;
       square += level * level;
     }
   }
-  return scale_of(__fmul_rn(__fdiv_rn(warp_sum(dot), warp_sum(square)), gain));
+  const float ratio = __fdiv_rn(static_cast<float>(warp_sum(dot)), static_cast<float>(warp_sum(square)));
+  return scale_of(__fmul_rn(ratio, __fmul_rn(step, __fmul_rn(length, gain) / 128.f)));
 }
 
 template <class In, int kDim, int kTokens, class Position, bool kKeeps, bool kRotate, bool kCentre, bool kIsV>
 __device__ __forceinline__ void move_side(const Params& p, int move) {
   using R = Row<kDim, kIsV>;
   constexpr int kRow = kDim * sizeof(In);
+  constexpr float kLength = rotation_factor<kDim / 16, kRotate>();
   const int lane = threadIdx.x & 31;
   const int4* line = reinterpret_cast<const int4*>(p.packed + static_cast<i64>(move) * 12);
   const int4 from = __ldg(line), to = __ldg(line + 1), more = __ldg(line + 2);
@@ -205,7 +251,7 @@ __device__ __forceinline__ void move_side(const Params& p, int move) {
     read_codes<kDim, kTokens, kIsV>(row, source + (kIsV ? old.v_offset : 0), source_slot, was);
     scale = reinterpret_cast<const unsigned short*>(source + old.scale_offset)[scale_index(source_slot, kIsV)];
     keeps_codes = was == bits;
-    const float factor = to_float(f16{scale}), centre = 0.5f * static_cast<float>((1 << was) - 1);
+    const float factor = __fmul_rn(to_float(f16{scale}), 1.f / kLength), centre = 0.5f * static_cast<float>((1 << was) - 1);
 #pragma unroll
     for (int i = 0; i < R::kPer; i++)
 #pragma unroll
@@ -213,10 +259,9 @@ __device__ __forceinline__ void move_side(const Params& p, int move) {
         row.x[i][e] = R::active(i) ? __fmul_rn(static_cast<float>(row.code[i][e]) - centre, factor) : 0.f;
   } else {
     const float* centre = kCentre && !kIsV ? p.centre + static_cast<i64>(to.z) * kDim : nullptr;
-    read_plain<In, kDim, kIsV>(row, plain, centre);
-    if constexpr (kRotate) rotate_row<kDim, kIsV>(row);
+    transform_row<In, kDim, kIsV, kRotate>(row, reinterpret_cast<const In*>(plain), centre);
   }
-  if (!keeps_codes) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits]);
+  if (!keeps_codes) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits], kLength);
   write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
   if (lane == 0) reinterpret_cast<unsigned short*>(page + now.scale_offset)[scale_index(slot, kIsV)] = scale;
 }

@@ -18,9 +18,9 @@ import triton.language as tl
 from kvstrata.layout import fragments
 from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
-from kvstrata.layout.unpack_triton import page_address, rotate_rows, scale_index
+from kvstrata.layout.unpack_triton import page_address, scale_index
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
-from kvstrata.quant.triton import SMALLEST_STEP, clean, to_scale
+from kvstrata.quant.triton import clean, factor_of, quantize_rows, transform
 
 from .repack_job import Job
 
@@ -56,7 +56,7 @@ def _follow(
     CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Process one side of a chain, starting with its first move."""
-    offs = tl.arange(0, WIDE)
+    offs, one = tl.arange(0, WIDE)[None, :], tl.arange(0, 1)
     mask = offs < DIM
     ELEMENT: tl.constexpr = tl.float32 if DTYPE == "float32" else tl.float16 if DTYPE == "float16" else tl.bfloat16
     INTEGER: tl.constexpr = tl.int32 if DTYPE == "float32" else tl.int16
@@ -85,39 +85,28 @@ def _follow(
                 _, _, low = _field(source, places_ptr, index, tl.load(old_ptr + 3 * SIDE + 1), mask)
                 _, _, high = _field(source, places_ptr, index + PAGE * DIM, tl.load(old_ptr + 3 * SIDE + 2), mask)
                 codes = low | (high << 2)
-                scale = tl.load(_scale_ptr(source, tl.load(old_ptr + 7), source_slot, SIDE))
-                x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * scale.to(tl.float32)
+                scale = tl.load(_scale_ptr(source, tl.load(old_ptr + 7), source_slot, SIDE) + one)
+                longer = scale.to(tl.float32) * ROTATED**0.5
+                x = (codes.to(tl.float32) - ((1 << was) - 1).to(tl.float32) * 0.5) * longer[:, None]
                 x = tl.where(mask, x, 0.0)
             else:
                 was = bits * 0
-                codes = tl.zeros((WIDE,), tl.int32)
-                scale = tl.full((), 0.0, tl.float16)
+                codes = tl.zeros((1, WIDE), tl.int32)
+                scale = tl.zeros((1,), tl.float16)
                 x = tl.load(address.to(tl.pointer_type(ELEMENT)) + offs, mask=mask, other=0.0).to(tl.float32)
+                centre = tl.zeros((1, WIDE), tl.float32)
                 if CENTRED:
                     row = tl.load(line + 6).to(tl.int64) * DIM
-                    x = x - tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
-                x = tl.reshape(rotate_rows(clean(x), 1, WIDE, ROTATED), (WIDE,))
+                    centre = tl.load(centre_ptr + row + offs, mask=mask, other=0.0)
+                x = transform(clean(x), centre, 1, WIDE, ROTATED, CENTRED)
             if was != bits:
-                if bits == 8:
-                    step = tl.max(tl.abs(x), axis=0) * (2.0 / 255.0)
-                else:
-                    step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=0), tl.full((), DIM, tl.float32)))
-                    step = step * tl.load(steps_ptr + bits)
-                step = tl.maximum(step, SMALLEST_STEP)
-                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), step)
-                half = 1 << (bits - 1)
-                floor = tl.floor(x.to(tl.float64) * inverse.to(tl.float64))  # exact
-                floor = tl.minimum(tl.maximum(floor, -half.to(tl.float64)), (half - 1).to(tl.float64)).to(tl.float32)
-                level = tl.where(mask, floor + 0.5, 0.0)
-                fitted = tl.div_rn(tl.sum(x * level, axis=0), tl.sum(level * level, axis=0))
-                fitted = fitted * tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
-                scale = to_scale(fitted)
-                codes = floor.to(tl.int32) + half
+                step, factor = tl.load(steps_ptr + bits), tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
+                codes, scale = quantize_rows(x, bits, step, factor, 1, DIM, WIDE, ROTATED)
             tl.debug_barrier()
             index = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
             _put(page, places_ptr, index, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
             _put(page, places_ptr, index + PAGE * DIM, tl.load(new_ptr + 3 * SIDE + 2), codes >> 2, mask)
-            tl.store(_scale_ptr(page, tl.load(new_ptr + 7), slot, SIDE), scale)
+            tl.store(_scale_ptr(page, tl.load(new_ptr + 7), slot, SIDE) + one, scale)
         if SIDE == 0:
             POSITION: tl.constexpr = tl.int16 if POSITION_BYTES == 2 else tl.int32
             positions = (page + tl.load(side_ptr + 2 * tier)).to(tl.pointer_type(POSITION))
@@ -153,7 +142,7 @@ def repack_kernel(
 
 @functools.cache  # graphs may hold its address
 def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; step and gains."""
+    """Bit of every value ``[tiers, 2 sides, 2 planes, P, D]``; numbers of a format ``[tiers, 8]``; steps, factors."""
     p, dim = formats[0].page_tokens, formats[0].head_dim
     places = torch.zeros(len(formats), 2, 2, p, dim, dtype=torch.int32)
     numbers = torch.zeros(len(formats), 8, dtype=torch.int32)
@@ -172,9 +161,9 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
     steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
-    for row, values in enumerate((GAUSSIAN_STEP, K_GAIN, V_GAIN)):
-        for bits, value in values.items():
-            steps[row, bits] = value
+    for bits, step in GAUSSIAN_STEP.items():
+        factors = (factor_of(gain[bits], dim, formats[-1].rotate) for gain in (K_GAIN, V_GAIN))
+        steps[:, bits] = torch.tensor([step, *factors])
     return places.to(device), numbers.to(device), steps.to(device)
 
 
@@ -195,7 +184,7 @@ def prepare(job: Job) -> Callable[[], None]:
                 DIM=dim, WIDE=triton.next_power_of_2(dim), ROTATED=block_of(dim) if lossy.rotate else 1,
                 PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
                 POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
-                COLUMNS=job.packed.shape[1], num_warps=1,
+                COLUMNS=job.packed.shape[1], num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
     return run

@@ -215,7 +215,7 @@ class PageFormat:
             elif was == bits:
                 sides.append((x, scale))
             else:
-                sides.append(loops.quantize_rows(quant.decode(x, scale, was), bits, False, gain[bits]))
+                sides.append(loops.quantize_coded(x, scale, was, bits, new.rotate, gain[bits]))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 

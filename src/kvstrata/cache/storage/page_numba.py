@@ -19,14 +19,15 @@ from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO_FLOAT
 from kvstrata.loops import exact
-from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP
+from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP, length
 from kvstrata.threads import share_out
 
 TILE = 64  # rows quantised together
 SHARED_ROWS = 2048  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
-SMALLEST, MOST = np.float32(SMALLEST_STEP), np.float32(LARGEST)
+MOST = np.float32(LARGEST)
+TO_MAGIC = np.uint32(5 << 23 | 1 << 22)  # from a power of two to 1.5 * 2^5 times it: see `quant.reference.on_grid`
 
 
 def _fma(typing, a, b, c):
@@ -51,13 +52,28 @@ class Source(NamedTuple):
 def quantize_plain(
     x: torch.Tensor | Source, centre: torch.Tensor | Source | None, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU; ``centre [n, D]``."""
-    return _quantized(x, centre, True, bits, rotate, gain)
+    """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU, D a multiple of 16; ``centre [n, D]``."""
+    (rows, index), (centres, centre_index) = _numbered(x), _numbered(centre)
+    if rows.dtype not in KINDS:
+        rows = rows.float()
+    flat, dim = rows.view(-1), rows.shape[1]
+    words, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
+    if rows.dtype == torch.float32:
+        words = flat.numpy().view(np.uint32)
+    else:
+        halves = flat.view(torch.int16).numpy().view(np.uint16)
+    given = (words, halves, KINDS[rows.dtype], index, centres.float().numpy(), centre_index)
+    return _quantized(_quantize_plain, (*given, block_of(dim) if rotate else 1), len(index), dim, bits, rotate, gain)
 
 
-def quantize_rows(x: torch.Tensor, bits: int, rotate: bool, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.reference.quantize_rows` of float32 rows ``[n, D]`` on the CPU."""
-    return _quantized(x, None, False, bits, rotate, gain)
+def quantize_coded(
+    codes: torch.Tensor, scale: torch.Tensor, was: int, bits: int, rotate: bool, gain: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quant.reference.quantize_coded` of codes ``[n, D]`` on the CPU, D a multiple of 16."""
+    rows, dim = codes.shape
+    longer = scale.float() * np.float32(1 / length(dim, rotate)).item()
+    given = (codes.contiguous().numpy(), longer.numpy(), np.float32((2**was - 1) / 2))
+    return _quantized(_quantize_coded, given, rows, dim, bits, rotate, gain)
 
 
 def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.ndarray]:
@@ -70,39 +86,68 @@ def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.nda
 
 
 def _quantized(
-    x: torch.Tensor | Source, centre: torch.Tensor | Source | None, clean: bool, bits: int, rotate: bool, gain: float
+    loop: Any, given: tuple[Any, ...], rows: int, dim: int, bits: int, rotate: bool, gain: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (rows, index), (centres, centre_index) = _numbered(x), _numbered(centre)
-    if rows.dtype not in KINDS:
-        rows = rows.float()
-    flat, dim = rows.view(-1), rows.shape[1]
-    words, halves = np.empty(0, np.uint32), np.empty(0, np.uint16)
-    if rows.dtype == torch.float32:
-        words = flat.numpy().view(np.uint32)
-    else:
-        halves = flat.view(torch.int16).numpy().view(np.uint16)
-    codes = torch.empty(len(index), dim, dtype=torch.uint8, device="cpu")
-    scale = torch.empty(len(index), dtype=torch.float32, device="cpu")
-    block = block_of(dim) if rotate else 1
-    step = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
-    arguments = (
-        words, halves, KINDS[rows.dtype], index, centres.float().numpy(), centre_index, clean, block,
-        np.float32(block**-0.5), bits, step, np.float32(gain), codes.numpy(), scale.numpy(),
-    )  # fmt: skip
-    threads = torch.get_num_threads() if len(index) >= SHARED_ROWS else 1
-    share_out(_quantize, arguments, -(-len(index) // TILE), threads)
+    """Codes and fp16 scales from ``loop``, whose first arguments are the ``given`` rows."""
+    shrink = length(dim, rotate)
+    per_norm = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
+    smallest = np.float32(SMALLEST_STEP / shrink)
+    per_step = np.float32(shrink) * np.float32(gain) / np.float32(128)
+    codes = torch.empty(rows, dim, dtype=torch.uint8, device="cpu")
+    scale = torch.empty(rows, dtype=torch.float32, device="cpu")
+    threads = torch.get_num_threads() if rows >= SHARED_ROWS else 1
+    arguments = (*given, bits, per_norm, smallest, per_step, codes.numpy(), scale.numpy())
+    share_out(loop, arguments, -(-rows // TILE), threads)
     return codes, scale.half()
 
 
 @exact
-def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, bits, tile):
-    """Load rows from ``first`` on as the columns of a tile; with ``clean`` as `quant.reference.clean` does.
+def _quantize_plain(
+    words, halves, kind, index, centre, centre_index, block, bits, per_norm, smallest, per_step, codes, scale,
+    first_tile, last_tile,
+):  # fmt: skip
+    """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
+    rows, dim = codes.shape
+    row, exact_end = np.empty(dim, np.uint32), min(block, 16)
+    tile, shift, shift_index = np.zeros((dim, TILE), np.float32), np.zeros((dim, TILE), np.float32), np.full(TILE, -1)
+    for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
+        end = min(rows, first + TILE)
+        _load(words, halves, kind, index[first:end], block > 1, row, tile)
+        _butterflies(tile, 1, exact_end)
+        if len(centre_index):
+            if _gather(centre, centre_index[first:end], shift_index, shift):
+                _butterflies(shift, 1, exact_end)
+            for d in range(dim):
+                for i in range(tile.shape[1]):
+                    tile[d, i] -= shift[d, i]
+        _butterflies(tile, 16, block)
+        _encode_tile(tile, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
+
+
+@exact
+def _quantize_coded(given, longer, middle, bits, per_norm, smallest, per_step, codes, scale, first_tile, last_tile):
+    """As `_quantize_plain`, for rows ``(given - middle) * longer`` that are transformed already."""
+    rows, dim = codes.shape
+    row, tile = np.empty(dim, np.float32), np.zeros((dim, TILE), np.float32)
+    for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
+        end = min(rows, first + TILE)
+        for i in range(end - first):
+            for d in range(dim):
+                row[d] = (np.float32(given[first + i, d]) - middle) * longer[first + i]
+            for d in range(dim):
+                tile[d, i] = row[d]
+        _encode_tile(tile, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
+
+
+@exact
+def _load(words, halves, kind, index, on_grid, bits, tile):
+    """Load rows as the columns of a tile: `quant.reference.clean`, then, if asked for, `on_grid`.
 
     ``bits`` is scratch memory for a row.
     """
     row, dim = bits.view(np.float32), len(bits)
-    for i in range(rows):
-        start = np.uint64(index[first + i] * dim)  # unsigned, otherwise every index is compared with 0
+    for i in range(len(index)):
+        start = np.uint64(index[i] * dim)  # unsigned, otherwise every index is compared with 0
         if kind == FLOAT32:
             for d in range(dim):
                 bits[d] = words[start + np.uint64(d)]
@@ -118,111 +163,116 @@ def _load(words, halves, kind, index, centre, centre_index, first, rows, clean, 
                 value = row[d] * TO_FLOAT
                 value = value if abs(value) < ENDLESS else value * np.float32(np.inf)
                 row[d] = value if abs(row[d]) <= LAST else np.float32(np.nan)
-        if clean:
-            if len(centre_index):
-                c = np.uint64(centre_index[first + i])
-                for d in range(dim):
-                    row[d] -= centre[c, d]
+        for d in range(dim):
+            value = row[d]
+            value = value if value == value else np.float32(0)
+            value = value if value < MOST else MOST
+            row[d] = value if value > -MOST else -MOST
+        if on_grid:
+            largest = np.uint32(0)  # sizes are in the order of their bits
             for d in range(dim):
-                value = row[d]
-                value = value if value == value else np.float32(0)
-                value = value if value < MOST else MOST
-                row[d] = value if value > -MOST else -MOST
+                largest = max(largest, np.uint32(bits[d] & np.uint32(0x7FFFFFFF)))
+            magic = np.uint32(np.uint32(largest & np.uint32(0x7F800000)) + TO_MAGIC).view(np.float32)
+            for d in range(dim):
+                row[d] = (row[d] + magic) - magic
         for d in range(dim):
             tile[d, i] = row[d]
 
 
 @exact
-def _quantize(
-    words, halves, kind, index, centre, centre_index, clean, block, shrink, bits, per_norm, gain, codes, scale,
-    first_tile, last_tile,
-):  # fmt: skip
-    """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
-    rows, dim = codes.shape
-    row_bits = np.empty(dim, np.uint32)
-    tile, terms = np.zeros((dim, TILE), np.float32), np.empty((dim, TILE), np.float32)
-    levels, step, divisor = np.empty((dim, TILE), np.uint8), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    middle = np.int32(1 << (bits - 1))
-    low, high = np.float32(-middle), np.float32(middle - 1)
-    for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
-        here = min(rows - first, TILE)
-        _load(words, halves, kind, index, centre, centre_index, first, here, clean, row_bits, tile)
-        if block > 1:
-            _rotate(tile, block, shrink)
-        if bits == 8:
-            for i in range(TILE):
-                step[i] = 0
-            for d in range(dim):
-                for i in range(step.size):
-                    size = abs(tile[d, i])
-                    step[i] = size if size > step[i] else step[i]
-        else:
-            for d in range(dim):
-                for i in range(terms.shape[1]):
-                    terms[d, i] = tile[d, i] * tile[d, i]
-            _sum(terms)
-            for i in range(step.size):
-                step[i] = np.sqrt(terms[0, i] / np.float32(dim))
-        for i in range(step.size):
-            width = step[i] * per_norm
-            step[i] = np.float32(1) / (width if width > SMALLEST else SMALLEST)
-            divisor[i] = 0
-        for d in range(dim):
-            _encode(tile[d], step, low, high, levels[d], terms[d], divisor)
-        _sum(terms)
-        for i in range(here):
-            fitted = terms[0, i] / divisor[i] * gain
-            scale[first + i] = min(max(fitted, np.float32(0)), MOST)
-            for d in range(dim):
-                codes[first + i, d] = levels[d, i]
+def _gather(rows, index, before, tile):
+    """Load rows as the columns of a tile; False if it has them from the last call, whose index was ``before``."""
+    changed = False
+    for i in range(len(index)):
+        changed |= index[i] != before[i]
+    if changed:
+        for i in range(len(index)):
+            before[i] = index[i]
+            r = np.uint64(index[i])
+            for d in range(tile.shape[0]):
+                tile[d, i] = rows[r, d]
+        before[len(index) :] = -1
+    return changed
 
 
 @exact
-def _encode(x, inverse, low, high, levels, terms, divisor):
-    """Codes of one dim, and its terms in the sums of `quant.reference.refit`."""
-    for i in range(len(x)):
-        product = x[i] * inverse[i]
-        level = np.floor(product)
-        # A product that was rounded up to a whole number is slightly below it.
-        missing = _multiply_add(x[i], inverse[i], -product)
-        level = level - np.float32(1) if (product == level) & (missing < 0) else level
-        level = level if level > low else low
-        level = level if level < high else high
-        levels[i] = np.uint8(np.int32(level - low))
-        c = level + np.float32(0.5)
-        terms[i] = x[i] * c
-        divisor[i] += c * c  # exact
-
-
-@exact
-def _rotate(tile, block, shrink):
-    """`layout.rotation.rotate` of columns ``[D, n]``, in place."""
-    dim = tile.shape[0]
-    distance = 1
-    while distance < block:
-        for begin in range(0, dim, 2 * distance):
+def _butterflies(tile, distance, end):
+    """`layout.rotation.butterflies` of columns ``[D, n]``, in place."""
+    while distance < end:
+        for begin in range(0, tile.shape[0], 2 * distance):
             for d in range(begin, begin + distance):
                 for i in range(tile.shape[1]):
                     a, b = tile[d, i], tile[d + distance, i]
                     tile[d, i], tile[d + distance, i] = a + b, a - b
         distance *= 2
-    for d in range(dim):
-        for i in range(tile.shape[1]):
-            tile[d, i] *= shrink
 
 
 @exact
-def _sum(terms):
-    """`quant.reference.row_sum` of columns ``[D, n]``, into the first row."""
-    width = terms.shape[0]
-    while width % 2 == 0:
-        width //= 2
-        for d in range(width):
-            for i in range(terms.shape[1]):
-                terms[d, i] += terms[d + width, i]
-    for d in range(1, width):
-        for i in range(terms.shape[1]):
-            terms[0, i] += terms[d, i]
+def _encode_tile(x, bits, per_norm, smallest, per_step, codes, scale):
+    """`quant.reference.quantize_rows` of the first columns of a tile; scales in float32."""
+    dim, width = x.shape
+    levels, step, inverse = np.empty((dim, width), np.uint8), np.zeros(width, np.float32), np.empty(width, np.float32)
+    # Sums of integers: no product is negative, and up to D = 256 their sums fit.
+    total, divisor = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    if bits == 8:
+        for d in range(dim):
+            for i in range(width):
+                size = abs(x[d, i])
+                step[i] = size if size > step[i] else step[i]
+    else:
+        _sum_squares(x, step)
+        for i in range(width):
+            step[i] = np.sqrt(step[i] / np.float32(dim))
+    for i in range(width):
+        own = step[i] * per_norm
+        step[i] = own if own > smallest else smallest
+        inverse[i] = np.float32(1) / step[i] * np.float32(256)
+    middle = np.int32(1 << (bits - 1))
+    for d in range(dim):
+        _encode(x[d], inverse, middle, levels[d], total, divisor)
+    for i in range(len(scale)):
+        ratio = np.float32(total[i]) / np.float32(divisor[i])
+        scale[i] = min(ratio * (step[i] * per_step), MOST)
+        for d in range(dim):
+            codes[i, d] = levels[d, i]
+
+
+@exact
+def _encode(x, inverse, middle, levels, total, divisor):
+    """Codes of one dim, and its terms in the sums of `quant.reference.refit`."""
+    for i in range(len(x)):
+        whole = np.floor(x[i] * inverse[i])
+        # A product that was rounded up to a whole number is slightly below it: the sign of the rest, even if it is -0.
+        rest = np.float32(_multiply_add(x[i], inverse[i], -whole))
+        z = np.int32(np.int32(whole) + np.int32(rest.view(np.int32) >> np.int32(31)))
+        level = min(max(np.int32(z >> np.int32(8)), -middle), np.int32(middle - np.int32(1)))
+        levels[i] = np.uint8(level + middle)
+        c = np.int32(np.int32(2) * level + np.int32(1))  # twice the level
+        total[i] += np.int32(z * c)
+        divisor[i] += np.int32(c * c)
+
+
+@exact
+def _sum_squares(x, total):
+    """`quant.reference.row_sum` of the squares of columns ``[D, n]``."""
+    blocks, columns = x.shape[0] // 16, x.shape[1]
+    terms = np.empty((8 * blocks, columns), np.float32)
+    for b in range(blocks):
+        for d in range(8):
+            for i in range(columns):
+                one, other = x[16 * b + d, i], x[16 * b + 8 + d, i]
+                terms[8 * b + d, i] = one * one + other * other
+    half = 1
+    while 2 * half < blocks:
+        half *= 2
+    while blocks > 1:
+        for d in range(8 * (blocks - half)):
+            for i in range(columns):
+                terms[d, i] += terms[8 * half + d, i]
+        blocks, half = half, half // 2
+    for i in range(columns):
+        even = (terms[0, i] + terms[1, i]) + (terms[4, i] + terms[5, i])
+        total[i] = even + ((terms[2, i] + terms[3, i]) + (terms[6, i] + terms[7, i]))
 
 
 def write_codes(

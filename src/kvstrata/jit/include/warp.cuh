@@ -34,6 +34,25 @@ __device__ __forceinline__ unsigned max_pair(bf16, unsigned a, unsigned b) {
   asm("max.bf16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
+// The larger magnitudes, NaN if there is one; the sign is arbitrary.
+__device__ __forceinline__ unsigned larger_pair(f16, unsigned a, unsigned b) {
+  unsigned out;
+#if __CUDA_ARCH__ >= 900
+  asm("max.NaN.xorsign.abs.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+#else
+  asm("max.NaN.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+  return out;
+}
+__device__ __forceinline__ unsigned larger_pair(bf16, unsigned a, unsigned b) {
+  unsigned out;
+#if __CUDA_ARCH__ >= 900
+  asm("max.NaN.xorsign.abs.bf16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));
+#else
+  asm("max.NaN.bf16x2 %0,%1,%2;" : "=r"(out) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+  return out;
+}
 __device__ __forceinline__ unsigned multiply_pair(f16, unsigned a, unsigned b) {
   unsigned out;
   asm("mul.f16x2 %0,%1,%2;" : "=r"(out) : "r"(a), "r"(b));

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kvstrata.layout.rotation import block_of
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+from kvstrata.quant.triton import factor_of
 
 from .tail_job import TailJob
 from .triton import _places, _store_side
@@ -157,10 +158,11 @@ def store(job: TailJob) -> None:
     base, rows = job.store, job.rows
     f, blocks, tokens = base.format, base.blocks, base.k.shape[0]
     wide = triton.next_power_of_2(f.head_dim)
-    tok = 1024 // wide  # as in store_packed: sums of a row depend on it
+    tok = 1024 // wide
     row_programs = triton.cdiv(tokens, tok)
     of_requests = job.requests * triton.cdiv(f.page_tokens, tok) if rows.tail_k is not None else 0
     device, k = base.pages.device, base.k
+    k_gain, v_gain = (factor_of(gain, f.head_dim, f.rotate) for gain in (K_GAIN[f.k_bits], V_GAIN[f.v_bits]))
 
     def or_k(x: torch.Tensor | None) -> torch.Tensor:
         return k if x is None else x
@@ -176,9 +178,9 @@ def store(job: TailJob) -> None:
             base.slot_mapping.stride(0), tokens, blocks.slots, blocks.block_size, job.requests,
             max(tokens // max(job.requests, 1), 1), *sizes(rows.tail_k), *sizes(rows.sink_k), row_programs,
             DIM=f.head_dim, WIDE=wide, TOK=tok, TOKENS=f.page_tokens, K_BITS=f.k_bits, V_BITS=f.v_bits,
-            K_STEP=GAUSSIAN_STEP[f.k_bits], V_STEP=GAUSSIAN_STEP[f.v_bits], K_GAIN=K_GAIN[f.k_bits],
-            V_GAIN=V_GAIN[f.v_bits], V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes,
+            K_STEP=GAUSSIAN_STEP[f.k_bits], V_STEP=GAUSSIAN_STEP[f.v_bits], K_GAIN=k_gain, V_GAIN=v_gain,
+            V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes,
             ROTATED=block_of(f.head_dim) if f.rotate else 1, BALANCED=base.balance is not None,
             CENTRED=base.centre is not None, RAGGED=job.cu_seqlens_q is not None, TAIL=rows.tail_tokens,
-            SINKS=rows.sink_tokens, num_warps=4,
+            SINKS=rows.sink_tokens, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -15,9 +15,9 @@ import triton.language as tl
 from kvstrata.layout import Format, fragments
 from kvstrata.layout.fragments import Side
 from kvstrata.layout.rotation import block_of
-from kvstrata.layout.unpack_triton import rotate_rows, scale_index
+from kvstrata.layout.unpack_triton import scale_index
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
-from kvstrata.quant.triton import SMALLEST_STEP, clean, to_scale
+from kvstrata.quant.triton import clean, factor_of, quantize_rows, transform
 
 from .job import Job
 
@@ -41,33 +41,21 @@ def _store_side(
     CODE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Quantise and store one side, as in quant/reference.py."""
-    offs_d = tl.arange(0, WIDE)
+    offs_d = tl.arange(0, WIDE)[None, :]
     mask_d = offs_d < DIM
-    live = live_token[:, None] & mask_d[None, :]
-    x = tl.load(x_ptr + token[:, None] * stride_token + offs_d[None, :], mask=live, other=0.0).to(tl.float32)
+    live = live_token[:, None] & mask_d
+    x = tl.load(x_ptr + token[:, None] * stride_token + offs_d, mask=live, other=0.0).to(tl.float32)
     if BALANCED:
         balance = tl.load(balance_ptr + offs_d, mask=mask_d, other=1.0)
-        x = x * tl.div_rn(tl.full((WIDE,), 1.0, tl.float32), balance)[None, :]
+        x = x * tl.div_rn(tl.full((1, WIDE), 1.0, tl.float32), balance)
+    centre = tl.zeros((1, WIDE), tl.float32)
     if CENTRED:
-        x = tl.where(live, x - tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)[None, :], 0.0)
-    x = clean(x)
-    if ROTATED > 1:
-        x = rotate_rows(x, TOK, WIDE, ROTATED)
-    if BITS == 8:
-        step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
-    else:
-        step = tl.sqrt_rn(tl.div_rn(tl.sum(x * x, axis=1), tl.full((TOK,), DIM, tl.float32))) * STEP
-    step = tl.maximum(step, SMALLEST_STEP)
-    inverse = tl.div_rn(tl.full((TOK,), 1.0, tl.float32), step)
-    HALF: tl.constexpr = 1 << (BITS - 1)
-    product = x.to(tl.float64) * inverse.to(tl.float64)[:, None]  # exact
-    floor = tl.minimum(tl.maximum(tl.floor(product).to(tl.float32), -HALF), HALF - 1)
-    level = tl.where(mask_d[None, :], floor + 0.5, 0.0)
-    scale = to_scale(tl.div_rn(tl.sum(x * level, axis=1), tl.sum(level * level, axis=1)) * GAIN)
+        centre = tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)
+    x = transform(clean(x), centre, TOK, WIDE, ROTATED, CENTRED)
+    codes, scale = quantize_rows(x, BITS, STEP, GAIN, TOK, DIM, WIDE, ROTATED)
     scale_ptr = (page + SCALE_OFFSET).to(tl.pointer_type(tl.float16)) + scale_index(slot, SIDE)
     tl.store(scale_ptr, scale, mask=live_token)
-    codes = floor.to(tl.int32) + HALF
-    places = places_ptr + slot[:, None] * DIM + offs_d[None, :]
+    places = places_ptr + slot[:, None] * DIM + offs_d
     if BITS == 3:
         _put(page + CODE_OFFSET, places, codes, live, 2)
         _put(page + CODE_OFFSET, places + TOKENS * DIM, codes >> 2, live, 1)
@@ -119,9 +107,10 @@ def store_packed(job: Job) -> None:
     """Launch for checked arguments."""
     f, blocks, tokens = job.format, job.blocks, job.k.shape[0]
     wide = triton.next_power_of_2(f.head_dim)
-    tok = 1024 // wide  # independent of the batch: sums of a row depend on it
+    tok = 1024 // wide
     grid = (triton.cdiv(tokens, tok), blocks.kv_heads, 2)
     device = job.pages.device
+    k_gain, v_gain = (factor_of(gain, f.head_dim, f.rotate) for gain in (K_GAIN[f.k_bits], V_GAIN[f.v_bits]))
     with torch.cuda.device_of(job.pages):
         store_kernel[grid](
             job.k, job.v, job.pages, job.slot_mapping, job.k if job.balance is None else job.balance,
@@ -129,8 +118,8 @@ def store_packed(job: Job) -> None:
             *job.k.stride()[:2], *job.v.stride()[:2], blocks.block_stride, blocks.head_stride,
             job.slot_mapping.stride(0), tokens, blocks.slots, blocks.block_size,
             DIM=f.head_dim, WIDE=wide, TOK=tok, TOKENS=f.page_tokens, K_BITS=f.k_bits, V_BITS=f.v_bits,
-            K_STEP=GAUSSIAN_STEP[f.k_bits], V_STEP=GAUSSIAN_STEP[f.v_bits], K_GAIN=K_GAIN[f.k_bits],
-            V_GAIN=V_GAIN[f.v_bits], V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes,
+            K_STEP=GAUSSIAN_STEP[f.k_bits], V_STEP=GAUSSIAN_STEP[f.v_bits], K_GAIN=k_gain, V_GAIN=v_gain,
+            V_OFFSET=f.v_offset, SCALE_OFFSET=f.scale_offset, PAGE_BYTES=f.page_bytes,
             ROTATED=block_of(f.head_dim) if f.rotate else 1, BALANCED=job.balance is not None,
-            CENTRED=job.centre is not None, num_warps=4,
+            CENTRED=job.centre is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

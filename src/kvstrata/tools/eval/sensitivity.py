@@ -50,10 +50,9 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibra
         balance = balance.to(x.device).unsqueeze(1)
         mean = (x.float() / balance).mean(-2, keepdim=True)
         centre = mean if centre is None else centre.to(x.device).unsqueeze(1)
-    rows = rotate(quant.clean(x if balance is None else x.float() / balance, centre))
-    codes = quant.encode(rows, quant.step_of(rows, bits), bits)
     gain = (quant.K_GAIN if is_k else quant.V_GAIN)[bits]
-    restored = rotate(quant.decode(codes, quant.refit(rows, codes, bits, gain), bits))
+    codes, scale = quant.quantize_plain(x if balance is None else x.float() / balance, centre, bits, True, gain)
+    restored = rotate(quant.decode(codes, scale, bits))
     if balance is not None and centre is not None:
         restored = (restored + centre) * balance
     return torch.cat([x[..., :SINK_TOKENS, :], restored[..., SINK_TOKENS:, :].to(x.dtype)], -2)
