@@ -27,7 +27,7 @@ def hadamard(dim: int, device: torch.device | str | None = None) -> torch.Tensor
 
 
 def butterflies(x: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Butterflies ``(a, b) -> (a + b, a - b)`` of rows ``[..., D]`` at distances ``first``, 2 ``first``, .. < ``end``."""
+    """Butterflies ``(a, b) -> (a + b, a - b)`` of rows ``[..., D]``; distances ``first``, 2 ``first``, .. < ``end``."""
     dim, y = x.shape[-1], x
     while first < end:
         a, b = y.reshape(*x.shape[:-1], dim // (2 * first), 2, first).unbind(-2)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from kvstrata.backends import missing
-from kvstrata.layout import Format, fragments, scales
+from kvstrata.layout import Format
 from kvstrata.layout.format import UNIT
 from kvstrata.quant import reference
 from kvstrata.quant.job import Job
@@ -50,7 +50,7 @@ class Inputs(Job):
         quantize_pages(**self._asdict(), backend=backend)
 
     def assert_quantised(self) -> None:
-        """Compare some pages code by code with the reference; all others must have been written."""
+        """Compare the bytes of some pages with the reference; all others must have been written."""
         f = self.format
         chosen = torch.linspace(0, len(self.pages) - 1, CHECKED, device=self.pool.device).long().unique()
         page = self.pool.view(-1, f.page_bytes)
@@ -58,18 +58,13 @@ class Inputs(Job):
         centre = self.centre[head]  # type: ignore[index]
         want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f, centre)
         got = page[self.pages[chosen].long() * UNIT // f.page_bytes]
-        sides: tuple[tuple[fragments.Side, int, int, int], ...] = (
-            ("k", f.k_bits, f.k_offset, f.k_bytes),
-            ("v", f.v_bits, f.v_offset, f.v_bytes),
-        )
-        for side, bits, first, size in sides:
-            packed = (x[:, first : first + size] for x in (got, want))
-            ours, theirs = (fragments.unpack(x, bits, f.head_dim, f.page_tokens, side).int() for x in packed)
-            off = (ours - theirs).abs()
-            assert int(off.max()) <= 1, f"a code of {side} is off by more than one"
-            assert float((off > 0).float().mean()) < 1e-3, f"too many codes of {side} are off by one"
-        for a, b in zip(*(scales.unpack_scales(x[:, f.scale_offset :]) for x in (got, want)), strict=True):
-            assert torch.allclose(a.float(), b.float(), rtol=2e-2), "a scale is wrong"  # a code off by one changes it
+        sides = {
+            "K": slice(0, f.v_offset),
+            "V": slice(f.v_offset, f.scale_offset),
+            "scales": slice(f.scale_offset, None),
+        }
+        for name, side in sides.items():
+            assert torch.equal(got[:, side], want[:, side]), f"{name}: bytes differ from those of the reference"
         assert not (page[:, f.scale_offset :] == POISON).all(-1).any(), "a page was not written"
 
 
