@@ -239,11 +239,7 @@ def settling(monkeypatch):
 
 @pytest.mark.parametrize("by_kernels", [True] if HAS_GPU else [False, True])
 def test_with_a_calibration_the_way_through_the_tiers_decides(by_kernels, request):
-    """A prompt at once and in chunks: rows straight from 16 bit are the same, those from K8V8 are encoded from it.
-
-    CUDA kernels add in another order for whole pages than for single tokens: a value on the boundary of two levels may
-    get the adjacent code.
-    """
+    """A prompt at once and in chunks: rows straight from 16 bit are the same, those from K8V8 are encoded from it."""
     options = dict(tiers=["K8V8", "K4V4"], policy="recency", calibration=calibration(), sink_tokens=0, budget=0.4)
     cache = build(True, **options)
     if by_kernels:
@@ -264,12 +260,7 @@ def test_with_a_calibration_the_way_through_the_tiers_decides(by_kernels, reques
     first, second = (cache.gather(1, request)[0].float().cpu() for request in (0, 1))
     equal = (first == second).all(-1)
     direct = both & ~came_by_8
-    if by_kernels:
-        assert (~equal[direct]).sum() <= 0.03 * direct.sum()
-        difference = (first - second).norm(dim=-1) / first.norm(dim=-1)
-        assert (difference[direct] < 0.1).all()  # a level of one value is 0.04 of the row
-    else:
-        assert equal[direct].all()
+    assert equal[direct].all()
     assert (both & came_by_8).any()
     assert (~equal[both & came_by_8]).float().mean() > 0.5
 

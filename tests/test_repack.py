@@ -369,9 +369,11 @@ def test_the_cache_on_a_gpu_holds_what_it_holds_on_the_cpu(backend: str, options
             assert ours.length(request, layer) == wanted.length(request, layer)
             same = ours.tier_map(layer, request).cpu() == wanted.tier_map(layer, request)
             assert same.float().mean() > 0.98, "sums on another device may move a few tokens"
+            exact = bool(same.all()) and torch.equal(ours.centre.cpu(), wanted.centre)  # or they moved its last bit
             for a, b in zip(ours.gather(layer, request)[:2], wanted.gather(layer, request)[:2], strict=True):
-                off = (a.cpu().float() - b.float()).abs()[same]
-                assert (off.amax(-1) > 0.02).float().mean() < 0.02
+                off = (a.cpu().float() - b.float()).abs()[same].amax(-1)
+                assert (off > 0.02).float().mean() < 0.02
+                assert not (exact and off.any())
 
 
 def test_a_cache_runs_every_operation() -> None:
