@@ -21,7 +21,7 @@ from store_model import make
 from test_packed_decode import CASES as PACKED
 from test_packed_decode import case as check_packed
 from test_quantize_pages import Call as PageCall
-from test_quantize_pages import assert_close_enough
+from test_quantize_pages import assert_bit_exact
 from test_repack import CASES as REPACKS
 from test_repack import MORE, Setup
 from test_store import check
@@ -54,7 +54,7 @@ def test_quantize_pages_under_sanitizers(
     monkeypatch.setattr(quantize_op, "ROUNDS", {256: 0})  # a warp goes through all pages
     call = PageCall(Format(k_bits, v_bits, dim), dtype, centred=True)
     call.k[0, 0, 0] = float("nan")  # so that the way for such rows is taken too
-    assert_close_enough(call, "cuda")
+    assert_bit_exact(call, "cuda")
 
 
 @pytest.mark.parametrize("name", [*REPACKS, "pages of 64", "blocks of 16"])

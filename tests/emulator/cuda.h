@@ -102,6 +102,12 @@ EMULATED unsigned __reduce_min_sync(unsigned, unsigned x) {
   for (int i = 0; i < 32; i++) least = min(least, from<unsigned>(all, i));
   return least;
 }
+EMULATED int __reduce_add_sync(unsigned, int x) {
+  const auto all = exchange(x);
+  int sum = 0;
+  for (int i = 0; i < 32; i++) sum += from<int>(all, i);
+  return sum;
+}
 EMULATED unsigned __reduce_max_sync(unsigned, unsigned x) {
   const auto all = exchange(x);
   unsigned most = 0;

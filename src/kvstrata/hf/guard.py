@@ -77,8 +77,9 @@ class Sample:
     def error(self, form: Format) -> float:
         """Relative error of the attention output with all but sink and recent tokens in a format."""
         centre = self.centre if form.centre else torch.zeros_like(self.centre)
-        k = _rounded((self.k - centre) / self.balance, form.k_bits, form.rotate, quant.K_GAIN)
-        out = self._attend(k * self.balance + centre, _rounded(self.v, form.v_bits, form.rotate, quant.V_GAIN))
+        k = _rounded(self.k / self.balance, centre / self.balance, form.k_bits, form.rotate, quant.K_GAIN)
+        v = _rounded(self.v, None, form.v_bits, form.rotate, quant.V_GAIN)
+        out = self._attend(k * self.balance + centre, v)
         return float(((out - self.truth).square().sum() / self.truth.square().sum()).sqrt())
 
     def _attend(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -96,9 +97,11 @@ class Sample:
         return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
-def _rounded(x: torch.Tensor, bits: int, rotate: bool, gain: dict[int, float]) -> torch.Tensor:
-    """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32."""
-    codes, scale = quant.quantize_plain(x, None, bits, rotate, gain[bits])
+def _rounded(
+    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: dict[int, float]
+) -> torch.Tensor:
+    """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32, without the centre."""
+    codes, scale = quant.quantize_plain(x, centre, bits, rotate, gain[bits])
     rows = quant.decode(codes, scale, bits)
     return rotation.rotate(rows) if rotate else rows
 

@@ -133,7 +133,7 @@ def load_scales(scale_ptr, token, live, SIDE: tl.constexpr):
 
 @triton.jit
 def butterflies(x, ROWS: tl.constexpr, WIDE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
-    """Those of layout/rotation.py on float32 ``[ROWS, WIDE]``, at distance FIRST, 2 FIRST, ... below END."""
+    """Butterflies of layout/rotation.py on float32 ``[ROWS, WIDE]``, at distances FIRST, 2 FIRST, .. < END."""
     for bit in tl.static_range(8):
         if (1 << bit) >= FIRST and (1 << bit) < END:
             pairs = tl.reshape(x, (ROWS * WIDE // (2 << bit), 2, 1 << bit))

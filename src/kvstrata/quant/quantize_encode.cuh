@@ -99,12 +99,12 @@ struct Fit {
       values[second] = __dp2a_lo(y, kOnes, values[second]);
     }
     if constexpr (kIsV) {
-      const int low = factor & 0xffff, high = factor & ~0xffff;
-      square[first] = __dp4a(low, low, square[first]);
-      square[second] = __dp4a(high, high, square[second]);
+      const int low = factor & 0xffff;
+      square[first] = __dp4a(low, factor, square[first]);
+      square[second] = __dp4a(factor, factor, square[second]);  // of both tokens
       if constexpr (kBits == 8) {
         levels[first] = __dp4a(low, kOnes, levels[first]);
-        levels[second] = __dp4a(high, kOnes, levels[second]);
+        levels[second] = __dp4a(factor, kOnes, levels[second]);
       }
     } else {
       square[j] = __dp4a(factor, factor, square[j]);
@@ -114,6 +114,12 @@ struct Fit {
 
   // For the lane's own token: the first sum divided by the second.
   __device__ __forceinline__ float ratio() {
+    if constexpr (kIsV)
+#pragma unroll
+      for (int i = 0; i < G::kRows; i += 2) {
+        square[i + 1] -= square[i];
+        levels[i + 1] -= levels[i];
+      }
     if constexpr (kBits == 8)
 #pragma unroll
       for (int i = 0; i < G::kRows; i++) {

@@ -28,19 +28,10 @@ struct Params {
   Tier tiers[kMaxTiers];
 };
 
-__device__ __forceinline__ int warp_sum(int x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
-
 __device__ __forceinline__ float add_lanes(float x, int apart) { return __fadd_rn(x, __shfl_xor_sync(~0u, x, apart)); }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
-  return x;
-}
+// Of magnitudes, which compare as their bits do.
+__device__ __forceinline__ float warp_max(float x) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x))); }
 
 template <int kDim, int kTokens, bool kIsV>
 __device__ __forceinline__ void read_codes(Row<kDim, kIsV>& row, const char* codes, int slot, int bits) {
@@ -117,8 +108,8 @@ __device__ __forceinline__ void rotate_steps_of(Row<kDim, kIsV>& row) {
   }
 }
 
-// A plain row, transformed: `centre` is null if it has none.
-template <class In, int kDim, bool kIsV, bool kRotate>
+// A plain row, transformed.
+template <class In, int kDim, bool kIsV, bool kRotate, bool kCentre>
 __device__ __forceinline__ void transform_row(Row<kDim, kIsV>& row, const In* from, const float* centre) {
   using R = Row<kDim, kIsV>;
   read_row<In>(row, from);
@@ -138,7 +129,7 @@ __device__ __forceinline__ void transform_row(Row<kDim, kIsV>& row, const In* fr
       for (int e = 0; e < R::kValues; e++) row.x[i][e] = on_grid(row.x[i][e], magic);
     rotate_steps_of(row);
   }
-  if (centre) {
+  if constexpr (kCentre) {
     R mean;
     read_row<f32>(mean, reinterpret_cast<const f32*>(centre));
     if constexpr (kRotate) rotate_steps_of(mean);
@@ -212,7 +203,8 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
       square += level * level;
     }
   }
-  const float ratio = __fdiv_rn(static_cast<float>(warp_sum(dot)), static_cast<float>(warp_sum(square)));
+  const int dots = __reduce_add_sync(~0u, dot), squares = __reduce_add_sync(~0u, square);
+  const float ratio = __fdiv_rn(static_cast<float>(dots), static_cast<float>(squares));
   return scale_of(__fmul_rn(ratio, __fmul_rn(step, __fmul_rn(length, gain) / 128.f)));
 }
 
@@ -258,8 +250,8 @@ __device__ __forceinline__ void move_side(const Params& p, int move) {
       for (int e = 0; e < R::kValues; e++)
         row.x[i][e] = R::active(i) ? __fmul_rn(static_cast<float>(row.code[i][e]) - centre, factor) : 0.f;
   } else {
-    const float* centre = kCentre && !kIsV ? p.centre + static_cast<i64>(to.z) * kDim : nullptr;
-    transform_row<In, kDim, kIsV, kRotate>(row, reinterpret_cast<const In*>(plain), centre);
+    const float* centre = p.centre + static_cast<i64>(to.z) * kDim;
+    transform_row<In, kDim, kIsV, kRotate, kCentre && !kIsV>(row, reinterpret_cast<const In*>(plain), centre);
   }
   if (!keeps_codes) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits], kLength);
   write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
