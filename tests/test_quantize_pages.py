@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -157,6 +158,33 @@ def rows_stay_alone(backend: str, format: Format) -> None:
         assert torch.equal(a[0, 6:], b[0, 6:])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "dim"), [((4, 3), 64), ((2, 8), 128), ((8, 2), 256), ((3, 4), 48)])
+def test_rows_of_any_size(backend: str, dtype: torch.dtype, bits: tuple[int, int], dim: int) -> None:
+    rows_of_any_size(backend, Format(*bits, dim, 64), dtype)
+
+
+def rows_of_any_size(backend: str, format: Format, dtype: torch.dtype) -> None:
+    """Rows of all powers of two, with values of any size below; also subnormal rows, and rows at the centre."""
+    generator = torch.Generator().manual_seed(3)
+    call = Call(format, dtype, pages=3, heads=1, centred=True)
+    smallest = max(-149, round(math.log2(torch.finfo(dtype).smallest_normal)) - 12)
+    for x in (call.k, call.v):
+        for page, (least, end) in enumerate(((-14, 17), (smallest, 17), (-30, 16))):
+            size = torch.arange(format.page_tokens).remainder(end - least)[:, None] + least
+            below = torch.randn(format.page_tokens, format.head_dim, generator=generator).abs()
+            rows = (size - below * torch.tensor([0.3, 3.0, 30.0])[size % 3]).exp2()
+            sign = torch.randn(rows.shape, generator=generator).sign()
+            x[call.source[page].long(), 0] = (sign * rows).clamp(-65000, 65000).to(x)
+        if backend == "triton" and not HAS_GPU:  # the interpreter converts subnormal bfloat16 incorrectly
+            x[x.abs() < torch.finfo(torch.bfloat16).smallest_normal] = 0
+    at = call.source[1, 20:24].long()
+    centre = call.centre[int(call.centres[1])]
+    call.k[at, 0] = (centre * torch.tensor([1, 1.01, 1.1, -1]).to(centre)[:, None]).to(call.k)
+    assert_bit_exact(call, backend)
+
+
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_empty_slots_and_no_pages(backend: str) -> None:
     call = Call(Format(4, 4, 64), torch.float16)
@@ -268,6 +296,19 @@ def test_cuda_kernel_equals_the_reference(emulated: None, monkeypatch, k_bits, v
 @pytest.mark.parametrize("bits", [3, 8])
 def test_rows_stay_alone_in_the_cuda_kernel(emulated: None, bits: int) -> None:
     rows_stay_alone("cuda", Format(bits, bits, 64))
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "dtype"),
+    [
+        ((4, 2), 128, torch.bfloat16),
+        ((8, 3), 256, torch.float16),
+        ((2, 4), 80, torch.bfloat16),
+        ((3, 8), 64, torch.float32),
+    ],
+)
+def test_rows_of_any_size_in_the_cuda_kernel(emulated: None, bits, dim: int, dtype: torch.dtype) -> None:
+    rows_of_any_size("cuda", Format(*bits, dim, 64), dtype)
 
 
 def test_rows_that_the_cuda_kernel_cannot_copy(emulated: None) -> None:

@@ -140,9 +140,10 @@ EMULATED float __fdiv_rn(float a, float b) { return a / b; }
 EMULATED float __fsqrt_rn(float x) { return std::sqrt(x); }
 EMULATED float __frcp_rn(float x) { return 1.f / x; }
 EMULATED float __fmaf_rd(float a, float b, float c) {  // the product is exact in double; of the sum, what is too much goes
-  const long double sum = static_cast<long double>(static_cast<double>(a) * b) + c;
+  const double product = static_cast<double>(a) * b, sum = product + c, part = sum - c;
+  const double rest = (c - (sum - part)) + (product - part);  // that the sum lacks
   const float nearest = static_cast<float>(sum);
-  return nearest > sum ? std::nextafter(nearest, -INFINITY) : nearest;
+  return nearest > sum || (nearest == sum && rest < 0) ? std::nextafter(nearest, -INFINITY) : nearest;
 }
 EMULATED int __dp2a_lo(int a, int b, int c) {
   return c + static_cast<short>(a) * static_cast<signed char>(b) + (a >> 16) * static_cast<signed char>(b >> 8);

@@ -45,8 +45,10 @@ template <class F> inline unsigned each_half(unsigned a, unsigned b, F f) {
     out |= (static_cast<unsigned>(f(static_cast<short>(a >> i), static_cast<short>(b >> i))) & 0xffff) << i;
   return out;
 }
-EMULATED unsigned max_s16x2(unsigned a, unsigned b) { return each_half(a, b, [](int x, int y) { return max(x, y); }); }
-EMULATED unsigned min_s16x2(unsigned a, unsigned b) { return each_half(a, b, [](int x, int y) { return min(x, y); }); }
+EMULATED unsigned add_s16x2(unsigned a, unsigned b) { return each_half(a, b, [](int x, int y) { return x + y; }); }
+EMULATED unsigned min_relu_s16x2(unsigned a, unsigned b) {
+  return each_half(a, b, [](int x, int y) { return max(0, min(x, y)); });
+}
 
 template <int kBytes> struct Word { using type = unsigned; };
 template <> struct Word<1> { using type = unsigned char; };

@@ -7,9 +7,15 @@ constexpr int kMagicBits = 0x4b400000;  // the bits of kMagic
 
 __device__ __forceinline__ float clean(float x) { return x != x ? 0.f : fminf(fmaxf(x, -kLargest), kLargest); }
 
-// Rounds x to multiples of 2^-18 of the power of two of its row's largest magnitude, for which grid_of gives `magic`.
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// Rounds x to the grid of its row, for which grid_of gives `magic`: multiples of 2^-22 times the rotation's block times the
+// power of two of the row's largest magnitude, or 2^kLeastPower if that is larger.
+constexpr int kLeastPower = -30;
+template <int kDim>
 __device__ __forceinline__ float grid_of(float most) {
-  return __uint_as_float((__float_as_uint(most) & 0x7f800000u) + (5u << 23 | 1u << 22));
+  const float power = __uint_as_float(__float_as_uint(fmaxf(most, power_of_two(kLeastPower))) & 0x7f800000u);
+  return power * (3 * (kDim & -kDim));  // its last bit is the grid
 }
 __device__ __forceinline__ float on_grid(float x, float magic) { return __fsub_rn(__fadd_rn(x, magic), magic); }
 

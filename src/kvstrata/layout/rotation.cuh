@@ -1,6 +1,6 @@
-// The Walsh-Hadamard rotation of layout/rotation.py on a warp's tile: 16 dims at a time as a product of the tensor
-// cores with a matrix of +-1, and then butterflies over steps, in registers. Rows on the grid of quant/reference.py have
-// exact products, whatever the order of their sums.
+// The Walsh-Hadamard rotation of layout/rotation.py on a warp's tile: up to 32 dims as products of the tensor cores with
+// matrices of +-1, and then butterflies over steps, in registers. Rows on the grid of quant/reference.py have exact sums,
+// whatever their order.
 #pragma once
 #include "fragments.cuh"
 #include "mma.cuh"
@@ -8,8 +8,9 @@
 // The rotation of 16 dims as an operand: entry (in, out) of a Hadamard matrix, or of the identity. A lane's four
 // registers serve as B (K: columns are out) and as A (V: rows are out). Column k of the operand represents dim
 // 4t, 4t + 1, 4t + 2, 4t + 3 of a lane, so that a lane loads 8 bytes of a row at once; kByMatrix: dim k, as with ldmatrix.
+// `size`: of the entries.
 template <class In, bool kRotate, bool kByMatrix = false>
-__device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
+__device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2], float size = 1.f) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < 2; n++)
@@ -19,7 +20,7 @@ __device__ __forceinline__ void rotation_operand(unsigned (&h)[2][2]) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int in = (kByMatrix ? 2 * t + 8 * part : 4 * t + 2 * part) + half, out = 8 * n + g;
-        entry[half] = kRotate ? (__popc(in & out) & 1 ? -1.f : 1.f) : (in == out ? 1.f : 0.f);
+        entry[half] = kRotate ? (__popc(in & out) & 1 ? -size : size) : (in == out ? size : 0.f);
       }
       h[n][part] = pair_of(In{}, entry[0], entry[1]);
     }
@@ -51,12 +52,13 @@ __device__ __forceinline__ void butterfly(float& a, float& b) {
   b = difference;
 }
 
-// Butterflies over steps of 16 dims with kValues values x(step, value), in the order of layout/rotation.py.
-template <int kSteps, int kValues, class Value>
+// Butterflies over steps of 16 dims with kValues values x(step, value), at distance kFirst and more, in the order of
+// layout/rotation.py.
+template <int kSteps, int kValues, int kFirst = 1, class Value>
 __device__ __forceinline__ void butterflies(Value x) {
   constexpr int kBlock = kSteps & -kSteps;
 #pragma unroll
-  for (int d = 1; d < kBlock; d *= 2)
+  for (int d = kFirst; d < kBlock; d *= 2)
 #pragma unroll
     for (int s = 0; s < kSteps; s++)
       if (!(s & d))
@@ -64,10 +66,26 @@ __device__ __forceinline__ void butterflies(Value x) {
         for (int i = 0; i < kValues; i++) butterfly(x(s, i), x(s + d, i));
 }
 
-// The rest of the rotation.
-template <int kSteps, bool kRotate>
+// The rest of the rotation, after products of kFirst steps.
+template <int kSteps, bool kRotate, int kFirst = 1>
 __device__ __forceinline__ void rotate_steps(Tile<kSteps>& f) {
-  if constexpr (kRotate) butterflies<kSteps, 8>([&](int s, int i) -> float& { return f[s][i >> 1][i & 1]; });
+  if constexpr (kRotate) butterflies<kSteps, 8, kFirst>([&](int s, int i) -> float& { return f[s][i >> 1][i & 1]; });
+}
+
+// The whole rotation of rows as operands, into zeros. Two steps together are products with the matrix and its negative, three
+// for every two of single steps: less time than butterflies. Four steps together would take more.
+template <class In, int kSteps, bool kIsV, bool kRotate>
+__device__ __forceinline__ void rotate_rows(Tile<kSteps>& f, const uint2 (&rows)[kSteps][2], const unsigned (&h)[2][2]) {
+  constexpr int kBlock = kSteps & -kSteps, kTogether = kRotate && kBlock > 1 ? 2 : 1;
+  const unsigned minus[2][2] = {{h[0][0] ^ 0x80008000u, h[0][1] ^ 0x80008000u}, {h[1][0] ^ 0x80008000u, h[1][1] ^ 0x80008000u}};
+#pragma unroll
+  for (int first = 0; first < kSteps; first += kTogether)
+#pragma unroll
+    for (int in = 0; in < kTogether; in++)
+#pragma unroll
+      for (int out = 0; out < kTogether; out++)
+        rotate_step<In, kIsV>(f[first + out], rows[first + in], __popc(in & out) & 1 ? minus : h);
+  rotate_steps<kSteps, kRotate, kTogether>(f);
 }
 
 // Factor by which the rows are too long after the butterflies.

@@ -1,7 +1,7 @@
 // K and V rows of one head to whole pages of codes: a warp writes one side of a tile of 16 tokens.
 //
-//   rows [16, D] --round to the row's grid--> --16 dims at a time: mma with a Hadamard matrix of +-1--> exact sums, in float32
-//   --subtract the centre, butterflies over steps--> transformed rows --reduce, encode, refit--> codes, already in the page's order
+//   rows [16, D] --round to the row's grid--> --32 dims at a time: mma with a Hadamard matrix--> --butterflies over steps-->
+//   exact sums, in float32 --subtract the centre--> transformed rows --reduce, encode, refit--> codes, in the page's order
 //
 // The rotation's factor (block ^ -0.5) is applied with the scale: until then rows are sqrt(block) too long.
 //
@@ -56,7 +56,7 @@ __device__ __forceinline__ void quantize_any(const Source& source, const float* 
     given.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
     kept = given.kept(kBits);
   }
-  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, kept, to, tile, scales);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, 0, kept, to, tile, scales);
 }
 
 // Separate from tiles of clean plain rows, which need the registers.
@@ -72,11 +72,11 @@ __device__ __forceinline__ void quantize_side(const Source& source, const float*
                                               const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
   if constexpr (sizeof(In) == 2) {  // float32 has no fast path
     if (!kByAddress || !coded) {
-      Operands<In, kSteps, kIsV> operands;
+      Operands<In, kSteps, kIsV, kRotate> operands;
       if (operands.load(source)) {
         Tile<kSteps> f;
-        operands.template transform<kRotate>(f, source, centre);
-        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, to, tile, scales);
+        operands.transform(f, source, centre);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, operands.own_exponent(), -1, to, tile, scales);
         return;
       }
     }

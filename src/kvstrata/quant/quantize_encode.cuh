@@ -16,16 +16,16 @@ template <int kBits, bool kIsV> __device__ __forceinline__ constexpr float gain_
   return kBits == 2 ? 1.0653f : kBits == 3 ? 1.0193f : kBits == 4 ? 1.0058f : 1.f;
 }
 
-// Both 16-bit halves, signed, clamped to least .. most.
-__device__ __forceinline__ unsigned clamp_halves(unsigned x, int least, int most) {
+// Both 16-bit halves, signed, plus those of `by`, clamped to 0 .. most.
+__device__ __forceinline__ unsigned add_and_clamp(unsigned x, unsigned by, int most) {
   unsigned out;
 #if __CUDA_ARCH__ >= 900
-  const unsigned from = (least & 0xffff) * 0x10001u, to = most * 0x10001u;
-  asm("max.s16x2 %0,%1,%2;" : "=r"(out) : "r"(x), "r"(from));
-  asm("min.s16x2 %0,%1,%2;" : "=r"(out) : "r"(out), "r"(to));
+  asm("add.s16x2 %0,%1,%2;" : "=r"(out) : "r"(x), "r"(by));
+  asm("min.relu.s16x2 %0,%1,%2;" : "=r"(out) : "r"(out), "r"(most * 0x10001u));
 #else
-  const int low = static_cast<short>(x), high = static_cast<int>(x) >> 16;
-  out = static_cast<unsigned>((max(least, min(low, most)) & 0xffff) | max(least, min(high, most)) << 16);
+  const int low = static_cast<short>(x) + static_cast<short>(by);
+  const int high = (static_cast<int>(x) >> 16) + (static_cast<int>(by) >> 16);
+  out = static_cast<unsigned>(max(0, min(low, most)) | max(0, min(high, most)) << 16);
 #endif
   return out;
 }
@@ -73,53 +73,54 @@ __device__ __forceinline__ float step_of(float measure) {
   constexpr float kShare = 1.f / kDim;
   float mean = measure * kShare;
   if constexpr (kDim & (kDim - 1)) mean = fmaf(fmaf(-mean, static_cast<float>(kDim), measure), kShare, mean);
-  return __fmul_rn(square_root(fmaxf(mean, 1e-20f)), gaussian_step<kBits>());
+  return __fmul_rn(square_root(fmaxf(mean, 1e-30f)), gaussian_step<kBits>());
 }
 
-// Sums for the fit of a token's scale: values in 1/256 steps times twice their levels, and twice the levels squared. All
-// integers, so their order does not matter.
-template <int kBits, int kDim, bool kIsV>
+// Sums for the fit of a token's scale: values in 1/256 steps times levels, and levels squared. All are integers, so their order
+// does not matter. Levels are signed bytes: 2^(8 - kBits) times the level, or for 8 bit the level less 1/2.
+template <int kBits, int kSteps, bool kIsV>
 struct Fit {
   using G = TileTokens<kIsV>;
-  static constexpr int kOnes = 0x01010101;
+  static constexpr unsigned kOnes = 0x01010101u;
+  static constexpr float kLevel = kBits == 8 ? 2 : 1 << (8 - kBits);  // of the sums, in `ratio`
   int dot[G::kRows] = {}, square[G::kRows] = {};
   int values[G::kRows] = {}, levels[G::kRows] = {};  // 8 bit: sums of values and of levels
+  unsigned before[2] = {};                           // V: levels of the last step
 
-  // Two pairs of values, and their four levels rounded down, as bytes. A pair is of one token: both pairs of K's row j, V's
-  // rows 2j and 2j + 1.
-  __device__ __forceinline__ void add(int j, const unsigned (&z)[2], unsigned floors) {
+  static __device__ __forceinline__ unsigned level_bytes(unsigned codes) {
+    if constexpr (kBits == 8) return codes ^ 128 * kOnes;
+    else return codes << (8 - kBits) ^ (128 + (1 << (7 - kBits))) * kOnes;
+  }
+
+  __device__ __forceinline__ void add_squares(int row, unsigned bytes) {
+    square[row] = __dp4a(static_cast<int>(bytes), static_cast<int>(bytes), square[row]);
+    if constexpr (kBits == 8) levels[row] = __dp4a(static_cast<int>(bytes), static_cast<int>(kOnes), levels[row]);
+  }
+
+  // Two pairs of values of step s, and their codes. A pair is of one token: both pairs of K's row j, V's rows 2j and 2j + 1.
+  __device__ __forceinline__ void add(int s, int j, const unsigned (&z)[2], unsigned codes) {
     const int first = kIsV ? 2 * j : j, second = kIsV ? 2 * j + 1 : j;
     const int x = static_cast<int>(z[0]), y = static_cast<int>(z[1]);
-    // Twice the level is 2 floor + 1, which for 8 bit is not a byte.
-    const int factor = kBits == 8 ? static_cast<int>(floors) : static_cast<int>(floors << 1) | kOnes;
-    dot[first] = __dp2a_lo(x, factor, dot[first]);
-    dot[second] = __dp2a_hi(y, factor, dot[second]);
+    const unsigned bytes = level_bytes(codes);
+    dot[first] = __dp2a_lo(x, static_cast<int>(bytes), dot[first]);
+    dot[second] = __dp2a_hi(y, static_cast<int>(bytes), dot[second]);
     if constexpr (kBits == 8) {
-      values[first] = __dp2a_lo(x, kOnes, values[first]);
-      values[second] = __dp2a_lo(y, kOnes, values[second]);
+      values[first] = __dp2a_lo(x, static_cast<int>(kOnes), values[first]);
+      values[second] = __dp2a_lo(y, static_cast<int>(kOnes), values[second]);
     }
-    if constexpr (kIsV) {
-      const int low = factor & 0xffff;
-      square[first] = __dp4a(low, factor, square[first]);
-      square[second] = __dp4a(factor, factor, square[second]);  // of both tokens
-      if constexpr (kBits == 8) {
-        levels[first] = __dp4a(low, kOnes, levels[first]);
-        levels[second] = __dp4a(factor, kOnes, levels[second]);
-      }
-    } else {
-      square[j] = __dp4a(factor, factor, square[j]);
-      if constexpr (kBits == 8) levels[j] = __dp4a(factor, kOnes, levels[j]);
+    if constexpr (!kIsV) {
+      add_squares(j, bytes);
+    } else if (s % 2 == 0 && s + 1 < kSteps) {
+      before[j] = bytes;
+    } else {  // two steps of each token
+      const unsigned other = s % 2 ? before[j] : 0;
+      add_squares(first, __byte_perm(bytes, other, 0x5410));
+      add_squares(second, __byte_perm(bytes, other, 0x7632));
     }
   }
 
-  // For the lane's own token: the first sum divided by the second.
+  // For the lane's own token: the first sum divided by the second. Its unit is kLevel / 256 steps.
   __device__ __forceinline__ float ratio() {
-    if constexpr (kIsV)
-#pragma unroll
-      for (int i = 0; i < G::kRows; i += 2) {
-        square[i + 1] -= square[i];
-        levels[i + 1] -= levels[i];
-      }
     if constexpr (kBits == 8)
 #pragma unroll
       for (int i = 0; i < G::kRows; i++) {
@@ -127,7 +128,7 @@ struct Fit {
         square[i] = 4 * (square[i] + levels[i]);
       }
     constexpr auto sum = [](int a, int b) { return a + b; };
-    const int all = G::reduce(dot, sum), squares = G::reduce(square, sum) + (kBits == 8 ? kDim : 0);
+    const int all = G::reduce(dot, sum), squares = G::reduce(square, sum) + (kBits == 8 ? 16 * kSteps : 0);
     return divide(static_cast<float>(all), static_cast<float>(squares));
   }
 };
@@ -137,7 +138,8 @@ template <int kBits, int kSteps, bool kIsV, class F>
 __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<kBits, kSteps>& codes, F& fit) {
   using G = TileTokens<kIsV>;
   constexpr int kHalf = 128 << kBits;  // half of all levels, in 1/256 steps
-  constexpr unsigned kMask = ((1u << kBits) - 1) * 0x01010101u, kTop = (1u << (kBits - 1)) * 0x01010101u;
+  // The step's sign is zero: a sum that the compiler keeps in a register. A constant is moved into one at every use.
+  const unsigned half_of_all = kHalf * 0x10001u + (__float_as_uint(step) >> 31);
   float inverse[G::kRows];
   G::spread(256.f * reciprocal(step), inverse);
 #pragma unroll
@@ -146,18 +148,17 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int a = kIsV ? 2 * j : j, b = kIsV ? 2 * j + 1 : j + 2;  // registers with values of the same tokens
-      unsigned z[2], floors[2];
+      unsigned z[2], shifted[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float factor = inverse[G::row(a, half)];
         const unsigned first = __float_as_uint(__fmaf_rd(f[s][a][half], factor, kMagic));
         const unsigned second = __float_as_uint(__fmaf_rd(f[s][b][half], factor, kMagic));
         z[half] = __byte_perm(first, second, 0x5410);
-        floors[half] = kBits == 8 ? z[half] : clamp_halves(z[half], -kHalf, kHalf - 1);
+        shifted[half] = kBits == 8 ? z[half] : add_and_clamp(z[half], half_of_all, 2 * kHalf - 1);
       }
-      bytes[j] = __byte_perm(floors[0], floors[1], 0x7531);
-      fit.add(j, z, bytes[j]);
-      bytes[j] = (bytes[j] & kMask) ^ kTop;
+      bytes[j] = __byte_perm(shifted[0], shifted[1], 0x7531) ^ (kBits == 8 ? 0x80808080u : 0);
+      fit.add(s, j, z, bytes[j]);
     }
     if constexpr (kIsV) codes.set(s, __byte_perm(bytes[0], bytes[1], 0x6240), __byte_perm(bytes[0], bytes[1], 0x7351));
     else codes.set(s, bytes[0], bytes[1]);
@@ -249,19 +250,22 @@ __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, u
 }
 
 // Transformed rows to codes and scales in the page. `kept`: a scale of the lane's own token that is kept, and with it the codes
-// that the row came from (if it is zero and so is the row, they become the middle); negative if there is none.
+// that the row came from (if it is zero and so is the row, they become the middle); negative if there is none. `exponent`: the
+// row of the lane's own token is 2^-exponent times as long.
 template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Tokens = AllTokens>
-__device__ __forceinline__ void write_side(const Tile<kSteps>& f, int kept, unsigned char* to, int tile,
+__device__ __forceinline__ void write_side(const Tile<kSteps>& f, int exponent, int kept, unsigned char* to, int tile,
                                            unsigned char* scales, const Tokens& tokens = Tokens{}) {
   using G = TileTokens<kIsV>;
-  constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() / 128.f;
+  using Sums = Fit<kBits, kSteps, kIsV>;
+  constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() * (Sums::kLevel / 256);
   const int token = G::token();
-  float step = fmaxf(step_of<kBits, 16 * kSteps>(measure_rows<kBits, kSteps, kIsV>(f)), kSmallestStep / kFactor);
+  float step = fmaxf(step_of<kBits, 16 * kSteps>(measure_rows<kBits, kSteps, kIsV>(f)),
+                     kSmallestStep / kFactor * power_of_two(-exponent));
   if (kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
   Codes<kBits, kSteps> codes;
-  Fit<kBits, 16 * kSteps, kIsV> fit;
+  Sums fit;
   encode<kBits, kSteps, kIsV>(f, step, codes, fit);
-  unsigned short scale = scale_of(__fmul_rn(fit.ratio(), __fmul_rn(step, kGain)));
+  unsigned short scale = scale_of(__fmul_rn(fit.ratio(), __fmul_rn(step, kGain)) * power_of_two(exponent));
   if (kept >= 0) scale = static_cast<unsigned short>(kept);
   bool writes = G::writes();
   if constexpr (!Tokens::kAll) writes = writes && tokens.has(token);

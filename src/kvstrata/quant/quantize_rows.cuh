@@ -81,37 +81,44 @@ __device__ __forceinline__ void clear(Tile<kSteps>& f) {
     for (int i = 0; i < 8; i++) f[s][i >> 1][i & 1] = 0.f;
 }
 
-// The centre of K after the butterflies over 16 dims, negated: added to the products of its rows. Every two dims are there
-// twice, for tokens g and g + 8, in accumulator order.
+// The centre of K, rotated and negated: added to its rotated rows. Every two dims are there twice, for tokens g and g + 8, in
+// accumulator order.
 template <int kSteps, bool kRotate>
 __device__ __forceinline__ void rotate_centre(float* rotated, const float* centre) {
-  constexpr int kDim = 16 * kSteps, kLanes = kRotate ? 4 : 0;  // of four dims each
+  constexpr int kDim = 16 * kSteps, kBlock = kRotate ? kDim & -kDim : 1;
+  constexpr int kParts = (kDim + 127) / 128;  // of 128 dims, four per lane
   const int lane = threadIdx.x & 31;
+  float x[kParts][4];
 #pragma unroll
-  for (int first = 0; first < kDim; first += 128) {
-    const int dim = first + 4 * lane;
-    float x[4] = {};
-    if (dim < kDim)
+  for (int part = 0; part < kParts; part++) {
+    const int dim = 128 * part + 4 * lane;
 #pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = -centre[dim + i];
+    for (int i = 0; i < 4; i++) x[part][i] = dim < kDim ? -centre[dim + i] : 0.f;
     if constexpr (kRotate) {
-      const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
-      x[0] = a + c;
-      x[1] = b + d;
-      x[2] = a - c;
-      x[3] = b - d;
+      butterfly(x[part][0], x[part][1]);
+      butterfly(x[part][2], x[part][3]);
+      butterfly(x[part][0], x[part][2]);
+      butterfly(x[part][1], x[part][3]);
     }
 #pragma unroll
-    for (int apart = 1; apart < kLanes; apart *= 2)
+    for (int apart = 1; apart < 32 && 4 * apart < kBlock; apart *= 2)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float other = __shfl_xor_sync(~0u, x[i], apart);
-        x[i] = lane & apart ? other - x[i] : x[i] + other;
+        const float other = __shfl_xor_sync(~0u, x[part][i], apart);
+        x[part][i] = lane & apart ? other - x[part][i] : x[part][i] + other;
       }
+  }
+  if constexpr (kBlock == 256)
+#pragma unroll
+    for (int i = 0; i < 4; i++) butterfly(x[0][i], x[1][i]);
+#pragma unroll
+  for (int part = 0; part < kParts; part++) {
+    const int dim = 128 * part + 4 * lane;
     if (dim < kDim)
 #pragma unroll
       for (int i = 0; i < 4; i += 2)
-        *reinterpret_cast<float4*>(rotated + 2 * (dim + i)) = make_float4(x[i], x[i + 1], x[i], x[i + 1]);
+        *reinterpret_cast<float4*>(rotated + 2 * (dim + i)) =
+            make_float4(x[part][i], x[part][i + 1], x[part][i], x[part][i + 1]);
   }
   __syncwarp();
 }
@@ -122,41 +129,48 @@ __device__ __forceinline__ void no_centre(float* rotated) {
   __syncwarp();
 }
 
-// The rest after the products: K minus the centre, and butterflies over steps. Empty slots are zero and stay so.
-template <int kSteps, bool kIsV, bool kRotate, class Source>
-__device__ __forceinline__ void finish_rows(Tile<kSteps>& f, const Source& source, const float* centre) {
-  if constexpr (!kIsV) {
-    const float times[2] = {source.there[0] ? 1.f : 0.f, source.there[1] ? 1.f : 0.f};
+// K minus the centre, in rotated rows that are `times` too long. Empty slots are zero and stay so.
+template <int kSteps, class Source>
+__device__ __forceinline__ void subtract_centre(Tile<kSteps>& f, const Source& source, const float* centre,
+                                                const float (&times)[2]) {
+  const float first = source.there[0] ? times[0] : 0.f, second = source.there[1] ? times[1] : 0.f;
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
+  for (int s = 0; s < kSteps; s++)
 #pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        const float4 x = *reinterpret_cast<const float4*>(centre + 32 * s + 8 * r + 4 * (threadIdx.x & 3));
-        f[s][r][0] = fmaf(x.x, times[0], f[s][r][0]);
-        f[s][r][1] = fmaf(x.y, times[0], f[s][r][1]);
-        f[s][r + 1][0] = fmaf(x.z, times[1], f[s][r + 1][0]);
-        f[s][r + 1][1] = fmaf(x.w, times[1], f[s][r + 1][1]);
-      }
-  }
-  rotate_steps<kSteps, kRotate>(f);
+    for (int r = 0; r < 4; r += 2) {
+      const float4 x = *reinterpret_cast<const float4*>(centre + 32 * s + 8 * r + 4 * (threadIdx.x & 3));
+      f[s][r][0] = fmaf(x.x, first, f[s][r][0]);
+      f[s][r][1] = fmaf(x.y, first, f[s][r][1]);
+      f[s][r + 1][0] = fmaf(x.z, second, f[s][r + 1][0]);
+      f[s][r + 1][1] = fmaf(x.w, second, f[s][r + 1][1]);
+    }
 }
 
-// Exponents of 16-bit values, in place. A row is rounded to its grid by two products with powers of two: the first one makes
-// values that are not on the grid subnormal. Rows of kEnd and more have no such powers, those below kLeast are on the grid.
-template <class In> struct Exponent;
-template <> struct Exponent<bf16> {
-  static constexpr unsigned kMask = 0x7f80, kOne = 127 << 7, kLeast = 12 << 7, kEnd = kOne + kLeast;
+// Bits of 16-bit types: of the mantissa, and the bias of exponents. kLeast is that of the smallest grid, or of one on which
+// all smaller values are.
+template <class In> struct Bits;
+template <> struct Bits<bf16> {
+  static constexpr int kMantissa = 7, kBias = 127, kLeast = kBias + kLeastPower;
 };
-template <> struct Exponent<f16> {
-  static constexpr unsigned kMask = 0x7c00, kOne = 15 << 10, kLeast = 9 << 10, kEnd = kOne + kLeast;
+template <> struct Bits<f16> {
+  static constexpr int kMantissa = 10, kBias = 15, kLeast = 1;
 };
 
 // Rows of 16-bit values, as operands.
-template <class In, int kSteps, bool kIsV>
+//
+// A row is rounded to its grid (quant/reference.py) by one product with a power of two that makes a unit of the grid the
+// smallest subnormal number. The matrix of the rotation has +-2^kUp instead of +-1, after which the row is 2^-e times its
+// length, where e is the exponent of its largest value, with kLeast as the minimum. All later steps scale with powers of two.
+template <class In, int kSteps, bool kIsV, bool kRotate>
 struct Operands {
-  using E = Exponent<In>;
+  using B = Bits<In>;
+  static constexpr int kBlock = 16 * (kSteps & -kSteps);
+  static constexpr int kLog = kBlock == 16 ? 4 : kBlock == 32 ? 5 : kBlock == 64 ? 6 : kBlock == 128 ? 7 : 8;
+  static constexpr int kMost = 22 - kLog;  // exponent of a row whose grid is one
+  static constexpr int kUp = kRotate ? B::kBias + B::kMantissa - 1 - kMost : 0;
+  static constexpr unsigned kEnd = (B::kBias + (kMost < 15 ? kMost : 15) + 1) << B::kMantissa;
   uint2 raw[kSteps][2];
-  unsigned size[2];  // the bits of the largest magnitude of rows g and g + 8
+  int exponent[2];  // of rows g and g + 8, with bias
 
   // False if a row is too large for the grid, infinite or NaN.
   template <class Source>
@@ -171,35 +185,43 @@ struct Operands {
     // Of row g in the low half, of row g + 8 in the high one.
     unsigned both = larger_pair(In{}, __byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
     both = larger_pair(In{}, both, __shfl_xor_sync(~0u, both, 1));
-    both = larger_pair(In{}, both, __shfl_xor_sync(~0u, both, 2));
-    size[0] = both & 0x7fffu;
-    size[1] = both >> 16 & 0x7fffu;
-    return __all_sync(~0u, max(size[0], size[1]) < E::kEnd);
+    both = larger_pair(In{}, both, __shfl_xor_sync(~0u, both, 2)) & 0x7fff7fffu;
+    const unsigned first = both & 0xffffu, second = both >> 16;
+    exponent[0] = max(static_cast<int>(first >> B::kMantissa), B::kLeast);
+    exponent[1] = max(static_cast<int>(second >> B::kMantissa), B::kLeast);
+    return __all_sync(~0u, max(first, second) < kEnd);
   }
 
-  // To transformed rows (quant/reference.py).
-  template <bool kRotate, class Source>
+  // The exponent of the lane's own token (quantize_encode.cuh): its transformed row is 2^-e times as long.
+  __device__ __forceinline__ int own_exponent() const {
+    if constexpr (!kRotate) return 0;
+    const int lane = threadIdx.x & 31;
+    if constexpr (!kIsV) return (lane & 2 ? exponent[1] : exponent[0]) - B::kBias;
+    const int both = __shfl_sync(~0u, exponent[0] | exponent[1] << 16, 8 * (lane & 3) + 4 * (lane >> 4));
+    return (lane & 4 ? both >> 16 : both & 0xffff) - B::kBias;
+  }
+
+  // To transformed rows (quant/reference.py), 2^-e times as long.
+  template <class Source>
   __device__ __forceinline__ void transform(Tile<kSteps>& f, const Source& source, const float* centre) {
-    unsigned h[2][2], down[2], up[2];
-    rotation_operand<In, kRotate, Source::kByMatrix>(h);
+    unsigned h[2][2];
+    rotation_operand<In, kRotate, Source::kByMatrix>(h, power_of_two(kUp));
     clear<kSteps>(f);
+    float times[2] = {1.f, 1.f};
+    if constexpr (kRotate)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const unsigned exponent = max(size[i] & E::kMask, E::kLeast);
-      down[i] = (E::kEnd - exponent) * 0x10001u;
-      up[i] = (E::kOne - E::kLeast + exponent) * 0x10001u;
-    }
+      for (int i = 0; i < 2; i++) {
+        const int down = B::kBias + kMost - exponent[i];  // 2^down units of the smallest subnormal number
+        const unsigned power = down < B::kMantissa ? 1u << down : static_cast<unsigned>(down - B::kMantissa + 1) << B::kMantissa;
+        times[i] = power_of_two(B::kBias - exponent[i]);
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      if constexpr (kRotate)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          raw[s][i].x = multiply_pair(In{}, multiply_pair(In{}, raw[s][i].x, down[i]), up[i]);
-          raw[s][i].y = multiply_pair(In{}, multiply_pair(In{}, raw[s][i].y, down[i]), up[i]);
+        for (int s = 0; s < kSteps; s++) {
+          raw[s][i].x = multiply_pair(In{}, raw[s][i].x, power * 0x10001u);
+          raw[s][i].y = multiply_pair(In{}, raw[s][i].y, power * 0x10001u);
         }
-      rotate_step<In, kIsV>(f[s], raw[s], h);
-    }
-    finish_rows<kSteps, kIsV, kRotate>(f, source, centre);
+      }
+    rotate_rows<In, kSteps, kIsV, kRotate>(f, raw, h);
+    if constexpr (!kIsV) subtract_centre<kSteps>(f, source, centre, times);
   }
 };
 
@@ -235,7 +257,7 @@ __device__ __forceinline__ void transform_any(Tile<kSteps>& f, const Source& sou
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
-      magic[i] = grid_of(fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)));
+      magic[i] = grid_of<16 * kSteps>(fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)));
     }
   }
   unsigned h[2][2];
@@ -250,5 +272,6 @@ __device__ __forceinline__ void transform_any(Tile<kSteps>& f, const Source& sou
       for (int i = 0; i < 8; i++) x[i >> 2][i & 3] = on_grid(x[i >> 2][i & 3], magic[i >> 2]);
     rotate_step_exactly<kIsV>(f[s], x, h);
   }
-  finish_rows<kSteps, kIsV, kRotate>(f, source, centre);
+  rotate_steps<kSteps, kRotate>(f);
+  if constexpr (!kIsV) subtract_centre<kSteps>(f, source, centre, {1.f, 1.f});
 }

@@ -122,7 +122,7 @@ __device__ __noinline__ void write_rarely(Source source, const float* centre, un
                                           unsigned char* scales, SomeTokens tokens) {
   Tile<kSteps> f;
   transform_any<In, kSteps, kIsV, kRotate, false>(f, source, centre);
-  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, to, tile, scales, tokens);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, 0, -1, to, tile, scales, tokens);
 }
 
 // One side of the windows of one call.
@@ -164,13 +164,13 @@ struct Side {
     if constexpr (kBalanced || sizeof(In) == 4) {
       Tile<kSteps> f;
       transform_any<In, kSteps, kIsV, kRotate, kBalanced>(f, source, centre, p.balance + head * kDim);
-      write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, codes, place.tile, scales, tokens);
+      write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, 0, -1, codes, place.tile, scales, tokens);
     } else {
-      Operands<In, kSteps, kIsV> operands;
+      Operands<In, kSteps, kIsV, kRotate> operands;
       if (operands.load(source)) {
         Tile<kSteps> f;
-        operands.template transform<kRotate>(f, source, centre);
-        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, -1, codes, place.tile, scales, tokens);
+        operands.transform(f, source, centre);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, operands.own_exponent(), -1, codes, place.tile, scales, tokens);
         return;
       }
       SomeTokens some{0, 16};

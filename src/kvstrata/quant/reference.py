@@ -4,9 +4,8 @@ A row is D values of one token and KV head. It is quantised as follows, every op
 even:
 
     clean      NaN becomes 0; clamped to +-65504
-    on_grid    rounded to multiples of 2^-18 of the power of two of the row's largest value
-    transform  butterflies at distance 1 to 8, less the same butterflies of the centre (K, where the format has one);
-               then butterflies at distance 16 to block / 2
+    on_grid    rounded to multiples of block * 2^-22 times the power of two of the row's largest value, at least 2^-30
+    transform  butterflies at distance 1 to block / 2, less those of the centre (K, where the format has one)
     step_of    2, 3, 4 bit: sqrt(row_sum(y * y) / D) * GAUSSIAN_STEP[bits]; 8 bit: max|y| * (2 / 255);
                at least 2^-24 sqrt(block)
     encode     z = floor(y * inv * 256), inv = 1 / step, the product not rounded;
@@ -18,8 +17,8 @@ even:
 Without a rotation, there is no grid, no butterfly and a block of 1. Rows that are given as codes of another format
 begin at step_of, with y = c * (scale * sqrt(block)).
 
-Why all backends agree, whatever order their hardware sums in: on the grid the first four butterflies are sums of 16
-values that float32 holds exactly, so tensor cores may take them; z and c are integers; the one sum that rounds is
+Why all backends agree, whatever order their hardware sums in: on the grid, float32 holds all sums of the rotation
+exactly, so tensor cores may take them; z and c are integers; the sums that round are the butterflies of the centre and
 `row_sum`, whose order is fixed. docs/formats.md has the reasons for these rules and the measurements behind them.
 """
 
@@ -36,6 +35,7 @@ from kvstrata.layout.format import Format
 BACKENDS = ("auto", "reference")
 LARGEST = 65504.0  # largest fp16: rows are clamped to it, scales saturate at it
 SMALLEST_STEP = 2.0**-24  # the smallest fp16 above zero: 1 / step stays finite, and a row of zeros needs no branch
+LEAST_POWER = 2.0**-30  # of a row, for its grid: no number that is computed becomes subnormal
 # The step with the least squared error for a unit Gaussian and 2^bits mid-rise levels.
 GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.0308}
 # The closest row of codes is shorter than the row itself, since its error e is orthogonal to it. In an output, a sum
@@ -51,20 +51,28 @@ def clean(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_grid(x: torch.Tensor) -> torch.Tensor:
-    """Clean rows ``x [..., D]``, rounded to multiples of 2^-18 of the power of two of their largest value."""
-    exponent = x.abs().amax(-1, keepdim=True).view(torch.int32) & 0x7F800000
-    magic = (exponent + (5 << 23 | 1 << 22)).view(torch.float32)  # 1.5 * 2^5 times that power: its last bit is the grid
+    """Clean rows ``x [..., D]``, rounded so that all sums of their rotation are exact.
+
+    They become multiples of block * 2^-22 times the power of two of their largest value, at least 2^-30.
+    """
+    power = (x.abs().amax(-1, keepdim=True).clamp(min=LEAST_POWER).view(torch.int32) & 0x7F800000).view(torch.float32)
+    magic = power * (3 * grid_block(x.shape[-1]))  # its last bit is the grid
     return (x + magic) - magic
 
 
+def grid_block(dim: int) -> int:
+    """The block in the rule for the grid. Wider ones have this module as their only backend, and keep a fine grid."""
+    return min(rotation.block_of(dim), 256)
+
+
 def transform(x: torch.Tensor, centre: torch.Tensor | None, rotate: bool) -> torch.Tensor:
-    """Clean rows, centred and rotated: sqrt(block) times too long. ``centre`` broadcasts against ``x``."""
+    """Clean rows, rotated and centred: sqrt(block) times too long. ``centre`` broadcasts against ``x``."""
     block = rotation.block_of(x.shape[-1]) if rotate else 1
     if rotate:
-        x = rotation.butterflies(on_grid(x), 1, min(block, 16))
+        x = rotation.butterflies(on_grid(x), 1, block)
     if centre is not None:
-        x = x - rotation.butterflies(centre.detach().float(), 1, min(block, 16))
-    return rotation.butterflies(x, 16, block)
+        x = x - rotation.butterflies(centre.detach().float(), 1, block)
+    return x
 
 
 def length(dim: int, rotate: bool) -> float:

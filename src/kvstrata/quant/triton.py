@@ -23,6 +23,7 @@ from .reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
 LARGEST: tl.constexpr = tl.constexpr(reference.LARGEST)
 SMALLEST_STEP: tl.constexpr = tl.constexpr(reference.SMALLEST_STEP)
+LEAST_POWER: tl.constexpr = tl.constexpr(reference.LEAST_POWER)
 
 
 @triton.jit
@@ -32,25 +33,25 @@ def clean(x):
 
 
 @triton.jit
-def on_grid(x):
-    """Clean rows ``x [ROWS, WIDE]``, rounded to multiples of 2^-18 of the power of two of their largest value."""
-    exponent = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
-    magic = (exponent + (5 << 23 | 1 << 22)).to(tl.float32, bitcast=True)[:, None]
+def on_grid(x, BLOCK: tl.constexpr):
+    """Clean rows ``x [ROWS, WIDE]``, rounded to the grid of `reference.on_grid`."""
+    most = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST_POWER)
+    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = (power * (3 * BLOCK))[:, None]
     return (x + magic) - magic
 
 
 @triton.jit
 def transform(x, centre, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr):
-    """Clean rows ``[ROWS, WIDE]``, less ``centre [1, WIDE]`` if CENTRED, rotated in blocks of BLOCK (1: not rotated).
+    """Clean rows ``[ROWS, WIDE]``, rotated in blocks of BLOCK (1: not rotated), less ``centre [1, WIDE]`` if CENTRED.
 
     They are sqrt(BLOCK) times too long. Columns past the head dim, zero in both, stay zero.
     """
-    NEAR: tl.constexpr = 16 if BLOCK > 1 else 1
     if BLOCK > 1:
-        x = butterflies(on_grid(x), ROWS, WIDE, 1, NEAR)
+        x = butterflies(on_grid(x, BLOCK), ROWS, WIDE, 1, BLOCK)
     if CENTRED:
-        x = x - butterflies(centre, 1, WIDE, 1, NEAR)
-    return butterflies(x, ROWS, WIDE, 16, BLOCK)
+        x = x - butterflies(centre, 1, WIDE, 1, BLOCK)
+    return x
 
 
 @triton.jit

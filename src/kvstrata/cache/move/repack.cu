@@ -92,9 +92,10 @@ __device__ __forceinline__ void in_cells(Row<kDim, kIsV>& row) {
       if (!(e >> kBit & 1)) butterfly(row.x[i][e], row.x[i][e + (1 << kBit)]);
 }
 
-// Distances 1, 2, 4 and 8 of dims: K has half, t, t, 8 (the second pair); V has g, g, g, 8.
+// The rotation. Distances 1, 2, 4 and 8 of dims: K has half, t, t, 8 (the second pair); V has g, g, g, 8. The rest are cells.
 template <int kDim, bool kIsV>
-__device__ __forceinline__ void rotate_steps_of(Row<kDim, kIsV>& row) {
+__device__ __forceinline__ void rotate_row(Row<kDim, kIsV>& row) {
+  constexpr int kBlock = kDim & -kDim, kFirst = kIsV ? 3 : 2;
   if constexpr (kIsV) {
     across_cells<0>(row);
     across_cells<1>(row);
@@ -106,6 +107,10 @@ __device__ __forceinline__ void rotate_steps_of(Row<kDim, kIsV>& row) {
     across_cells<1>(row);
     in_cells<1>(row);
   }
+  if constexpr (kBlock >= 32) across_cells<kFirst>(row);
+  if constexpr (kBlock >= 64) across_cells<kFirst + 1>(row);
+  if constexpr (kBlock >= 128) across_cells<kFirst + 2>(row);
+  if constexpr (kBlock >= 256) across_cells<kFirst + 3>(row);
 }
 
 // A plain row, transformed.
@@ -122,28 +127,21 @@ __device__ __forceinline__ void transform_row(Row<kDim, kIsV>& row, const In* fr
       most = fmaxf(most, fabsf(row.x[i][e]));
     }
   if constexpr (kRotate) {
-    const float magic = grid_of(warp_max(most));
+    const float magic = grid_of<kDim>(warp_max(most));
 #pragma unroll
     for (int i = 0; i < R::kPer; i++)
 #pragma unroll
       for (int e = 0; e < R::kValues; e++) row.x[i][e] = on_grid(row.x[i][e], magic);
-    rotate_steps_of(row);
+    rotate_row(row);
   }
   if constexpr (kCentre) {
     R mean;
     read_row<f32>(mean, reinterpret_cast<const f32*>(centre));
-    if constexpr (kRotate) rotate_steps_of(mean);
+    if constexpr (kRotate) rotate_row(mean);
 #pragma unroll
     for (int i = 0; i < R::kPer; i++)
 #pragma unroll
       for (int e = 0; e < R::kValues; e++) row.x[i][e] = __fsub_rn(row.x[i][e], mean.x[i][e]);
-  }
-  if constexpr (kRotate) {
-    constexpr int kBlock = kDim & -kDim, kFirst = kIsV ? 3 : 2;
-    if constexpr (kBlock >= 32) across_cells<kFirst>(row);
-    if constexpr (kBlock >= 64) across_cells<kFirst + 1>(row);
-    if constexpr (kBlock >= 128) across_cells<kFirst + 2>(row);
-    if constexpr (kBlock >= 256) across_cells<kFirst + 3>(row);
   }
 }
 

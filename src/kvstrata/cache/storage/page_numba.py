@@ -19,7 +19,7 @@ from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO_FLOAT
 from kvstrata.loops import exact
-from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, SMALLEST_STEP, length
+from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, LEAST_POWER, SMALLEST_STEP, grid_block, length
 from kvstrata.threads import share_out
 
 TILE = 64  # rows quantised together
@@ -27,7 +27,7 @@ SHARED_ROWS = 2048  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
 MOST = np.float32(LARGEST)
-TO_MAGIC = np.uint32(5 << 23 | 1 << 22)  # from a power of two to 1.5 * 2^5 times it: see `quant.reference.on_grid`
+LEAST_BITS = np.float32(LEAST_POWER).view(np.uint32)
 
 
 def _fma(typing, a, b, c):
@@ -63,7 +63,8 @@ def quantize_plain(
     else:
         halves = flat.view(torch.int16).numpy().view(np.uint16)
     given = (words, halves, KINDS[rows.dtype], index, centres.float().numpy(), centre_index)
-    return _quantized(_quantize_plain, (*given, block_of(dim) if rotate else 1), len(index), dim, bits, rotate, gain)
+    rotation = (block_of(dim), np.float32(3 * grid_block(dim))) if rotate else (1, np.float32(0))
+    return _quantized(_quantize_plain, (*given, *rotation), len(index), dim, bits, rotate, gain)
 
 
 def quantize_coded(
@@ -103,24 +104,23 @@ def _quantized(
 
 @exact
 def _quantize_plain(
-    words, halves, kind, index, centre, centre_index, block, bits, per_norm, smallest, per_step, codes, scale,
+    words, halves, kind, index, centre, centre_index, block, to_magic, bits, per_norm, smallest, per_step, codes, scale,
     first_tile, last_tile,
 ):  # fmt: skip
     """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
     rows, dim = codes.shape
-    row, exact_end = np.empty(dim, np.uint32), min(block, 16)
+    row = np.empty(dim, np.uint32)
     tile, shift, shift_index = np.zeros((dim, TILE), np.float32), np.zeros((dim, TILE), np.float32), np.full(TILE, -1)
     for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
         end = min(rows, first + TILE)
-        _load(words, halves, kind, index[first:end], block > 1, row, tile)
-        _butterflies(tile, 1, exact_end)
+        _load(words, halves, kind, index[first:end], to_magic, row, tile)
+        _butterflies(tile, 1, block)
         if len(centre_index):
             if _gather(centre, centre_index[first:end], shift_index, shift):
-                _butterflies(shift, 1, exact_end)
+                _butterflies(shift, 1, block)
             for d in range(dim):
                 for i in range(tile.shape[1]):
                     tile[d, i] -= shift[d, i]
-        _butterflies(tile, 16, block)
         _encode_tile(tile, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
 
 
@@ -140,10 +140,10 @@ def _quantize_coded(given, longer, middle, bits, per_norm, smallest, per_step, c
 
 
 @exact
-def _load(words, halves, kind, index, on_grid, bits, tile):
-    """Load rows as the columns of a tile: `quant.reference.clean`, then, if asked for, `on_grid`.
+def _load(words, halves, kind, index, to_magic, bits, tile):
+    """Load rows as the columns of a tile: `quant.reference.clean`, then `on_grid`.
 
-    ``bits`` is scratch memory for a row.
+    ``to_magic`` is what its magic number is in powers of two, or 0 for no grid; ``bits`` is scratch memory for a row.
     """
     row, dim = bits.view(np.float32), len(bits)
     for i in range(len(index)):
@@ -168,11 +168,12 @@ def _load(words, halves, kind, index, on_grid, bits, tile):
             value = value if value == value else np.float32(0)
             value = value if value < MOST else MOST
             row[d] = value if value > -MOST else -MOST
-        if on_grid:
+        if to_magic:
             largest = np.uint32(0)  # sizes are in the order of their bits
             for d in range(dim):
                 largest = max(largest, np.uint32(bits[d] & np.uint32(0x7FFFFFFF)))
-            magic = np.uint32(np.uint32(largest & np.uint32(0x7F800000)) + TO_MAGIC).view(np.float32)
+            power = np.uint32(max(largest, LEAST_BITS) & np.uint32(0x7F800000)).view(np.float32)
+            magic = power * to_magic
             for d in range(dim):
                 row[d] = (row[d] + magic) - magic
         for d in range(dim):
