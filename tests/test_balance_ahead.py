@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvstrata.hf import balance
+from kvstrata.hf.moments import channels
 
 PAIRS, REST, HEADS = 12, 8, 2  # turned pairs, channels that RoPE leaves alone, KV heads
 DIM = 2 * PAIRS + REST
@@ -53,6 +54,34 @@ def test_pairs_of_either_kind_and_padding_give_the_same():
         torch.testing.assert_close(got, expected[..., ORDER], rtol=1e-4, atol=0)
     for got, expected in zip(squares(k, q, padding=37), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_common_part_without_rope_is_removed(interleaved: bool):
+    """Layers may leave out RoPE although the configuration has one: the centre of theirs is the mean of the rows."""
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randn(1, HEADS, 200, DIM, generator=generator, dtype=torch.float64)
+    offset = 50 * torch.randn(HEADS, 1, DIM, generator=generator, dtype=torch.float64)
+    found, want = (squares(x, rows(200, 2), interleaved)[0] for x in (k + offset, k - k.mean(2, keepdim=True)))
+    (one, two), _ = channels(PAIRS, DIM, is_interleaved=interleaved)
+    torch.testing.assert_close(found[..., one] + found[..., two], want[..., one] + want[..., two], rtol=0.05, atol=0)
+    torch.testing.assert_close(found[..., 2 * PAIRS :], want[..., 2 * PAIRS :], rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "interleaved"),
+    [
+        ("llama", "LlamaAttention", False),
+        ("cohere", "CohereAttention", True),
+        ("glm4v", "Glm4vTextAttention", True),  # beside the vision model's, which pairs (i, i + n)
+        ("glm_ocr", "GlmOcrTextAttention", True),
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextAttention", True),
+        ("gpt2", "GPT2Attention", None),
+    ],
+)
+def test_pairs_are_those_of_the_attention_that_calls(file: str, name: str, interleaved: bool | None):
+    kind = getattr(pytest.importorskip(f"transformers.models.{file}.modeling_{file}"), name)
+    assert balance.interleaved(kind.__new__(kind)) is interleaved
 
 
 def test_few_tokens_leave_the_channels_of_a_pair_alike():

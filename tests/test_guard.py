@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_hard_model_gives_one_warning():
     advised = float(found[0].split("budget=")[1].split()[0])
     assert 0.25 < advised < 1
     assert forward(hard, ids, balance=False, budget=advised) == []
+
+
+def test_advice_for_chosen_tiers_is_without_them():
+    hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)
+    (found,) = forward(hard, ids, balance=False, budget=0.21, tiers=["K2V2"])
+    advised = re.search(r"budget=([0-9.]+) without tiers= would do", found)
+    assert forward(hard, ids, balance=False, budget=float(advised[1])) == []
 
 
 def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch):

@@ -51,6 +51,24 @@ def test_a_row_that_is_too_long_leaves_the_columns_unchanged() -> None:
     assert cache.get_seq_length() == cache.tiered.length() == 70
 
 
+@pytest.mark.filterwarnings("ignore:recent_tokens")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_short_rows_of_a_batch_have_the_balance_of_single_runs(side: str) -> None:
+    """A row with too few tokens for an estimate takes that of the weights, however long the others are."""
+    model, lengths = make("llama"), [90, 1, 6, 19, 20, 40]
+    ids, mask = prompt(len(lengths), 90), torch.zeros(len(lengths), 90, dtype=torch.long)
+    rows = [slice(90 - n, 90) if side == "left" else slice(n) for n in lengths]
+    for row, columns in enumerate(rows):
+        mask[row, columns] = 1
+    with torch.no_grad():
+        together = StrataCache(model.config, **SMALL)
+        model(ids, attention_mask=mask, past_key_values=together)
+        for row, columns in enumerate(rows):
+            alone = StrataCache(model.config, **SMALL)
+            model(ids[row : row + 1, columns], past_key_values=alone)
+            assert torch.equal(together.tiered.balance[row], alone.tiered.balance[0]), lengths[row]
+
+
 def test_a_copied_cache_is_independent() -> None:
     """What transformers' users do to reuse a prefix."""
     model, ids = make("llama"), prompt(1, 200)

@@ -11,6 +11,7 @@ receive attention are wide. With one format for all, some heads get worse, so on
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -27,6 +28,7 @@ from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
 from kvstrata.quant.rope import mean_rotation
 
+from . import rope as rope_of
 from .moments import Moments, PromptSample, channels, sums
 
 SINKS = 4  # leading tokens that are left out: attention sinks
@@ -41,7 +43,24 @@ WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
     """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    return _interleaved(getattr(sys.modules.get(type(module).__module__), "rotate_half", None))
+    return _interleaved(_rotate_half(type(module)))
+
+
+def _rotate_half(kind: Any) -> Any:
+    """The ``rotate_half`` that an attention class or its model uses; None if there is none.
+
+    A file with several models has several: the one that the class's forward calls counts.
+    """
+    scope = vars(sys.modules.get(kind.__module__, object))
+    applied = [scope[name] for name in _names(kind.forward) if "rot" in name and callable(scope.get(name))]
+    halves = {name for function in applied for name in _names(function) if name.startswith("rotate_half")}
+    return scope.get(halves.pop() if len(halves) == 1 else "rotate_half")
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    """Names that a Python function refers to."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
 
 
 @lru_cache(maxsize=64)
@@ -50,6 +69,34 @@ def _interleaved(function: Any) -> bool | None:
         return None
     turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
     return {5.0: False, 2.0: True}.get(turned[0])
+
+
+def of_first_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    new: np.ndarray,
+    module: torch.nn.Module,
+    rope: Sequence[float],
+    has_tiers: bool,
+) -> torch.Tensor:
+    """Balance of each row, float32 ``[rows, kv_heads, D]``: from its tokens, or from the weights if it has few.
+
+    Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``module`` the model's attention.
+    """
+    turned, first = interleaved(module), slice(columns_needed(new))
+    real = torch.from_numpy(new).to(key.device, non_blocking=True)
+    own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)
+    if too_short(new.sum(1)):
+        by_weights = from_weights(module, key.shape[1], key.shape[3], rope, turned)
+        instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
+        enough = counts >= (FEWEST if by_weights is None else ENOUGH)
+        own = torch.where(enough.view(-1, 1, 1), own, instead)
+    return own
+
+
+def too_short(tokens: np.ndarray) -> bool:
+    """True if a row of ``tokens [rows]`` has too few of them for an estimate where the weights determine a balance."""
+    return bool(tokens.min() < SINKS + ENOUGH)
 
 
 def columns_needed(real: np.ndarray) -> int:
@@ -112,7 +159,8 @@ def squares(
     A pair of channels is a complex number z. Rotated back to position 0, rows have the means c of z, e of |z|² and p of
     z², which measures how much the two channels differ. Over all future positions these become c·μ1, e and p·μ2, where
     μ1 and μ2 are the mean rotations by the angle and by twice the angle, and the squares of the channels are
-    (e ± Re p·μ2) / 2. Centring K subtracts |c·μ1|² from e and (c·μ1)² from p·μ2.
+    (e ± Re p·μ2) / 2. Centring K subtracts |c·μ1|² from e and (c·μ1)² from p·μ2. Some models leave out RoPE in some
+    layers: where the plain mean is longer than c, it is the centre, as in `policy.centre`.
     """
     tokens, real = real.sum(1), real[:, : key.shape[2]]
     number = real.cumsum(1) - 1
@@ -142,10 +190,27 @@ def squares(
     common, unlike = torch.complex(m.x, m.y), torch.complex(m.k_unlike, m.k_cross)
     centre = common * first
     differ = common.square() * second + (unlike - common.square()) * second * trust - centre.square()
-    _split(k_square, one, two, m.k_first + m.k_second - centre.abs().square(), differ.real)
+    plain = _plain_mean(key, weight)
+    plain = torch.complex(plain[..., one], plain[..., two])
+    is_plain = _length(plain) > _length(common)
+    removed = torch.where(is_plain, plain, centre).abs().square()
+    differ_plain = (m.k_first - m.k_second - plain.square().real) * trust
+    _split(k_square, one, two, m.k_first + m.k_second - removed, torch.where(is_plain, differ_plain, differ.real))
     unlike = torch.complex(m.q_unlike, m.q_cross)
     _split(q_square, one, two, m.q_first + m.q_second, (unlike * second * trust_q).real)
     return k_square, q_square, count
+
+
+def _plain_mean(key: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Mean of K over the tokens used, not rotated back: float32 ``[rows, kv_heads, D]``."""
+    used = (weight > 0)[:, None, :, None]
+    rows = torch.where(used, key, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
+    return (rows * weight[:, None, :, None]).sum(2)  # no product that an autocast would round
+
+
+def _length(mean: torch.Tensor) -> torch.Tensor:
+    """Squared length of a complex mean over all heads of a row, ``[rows, 1, 1]``."""
+    return mean.abs().square().sum((1, 2), keepdim=True)
 
 
 def _moments(sample: PromptSample) -> Moments:
@@ -183,8 +248,9 @@ def from_weights(
 ) -> torch.Tensor | None:
     """Balance ``[kv_heads, D]`` of an attention module from its projections, or None if they do not determine it.
 
-    Cached per module until its weights change.
+    ``rope`` and ``is_interleaved`` are those of the model. Cached per module until its weights change.
     """
+    rope = rope if rope_of.applies(module) else ()
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
     linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
     given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
@@ -201,7 +267,7 @@ def from_weights(
 
 def _normed(module: torch.nn.Module) -> bool:
     """True if Q or K is normalised after its projection."""
-    names = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    names = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
     return any(getattr(module, name, None) is not None for name in names)
 
 
@@ -224,4 +290,5 @@ def centre_from_bias(
     bias = getattr(getattr(module, "k_proj", None), "bias", None)
     if not isinstance(bias, torch.Tensor):
         return None
+    rope = rope if rope_of.applies(module) else ()
     return weights.centre_from_bias(bias, kv_heads, dim, rope, is_interleaved)

@@ -119,14 +119,18 @@ def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format]
 class Guard:
     """Error estimate of one cache, collected layer by layer over its first prompt; created by `begin`."""
 
-    def __init__(self, cache: TieredCache, request: int) -> None:
+    def __init__(self, cache: TieredCache, request: int, chosen: bool = False) -> None:
         self.cache, self.request, self.fraction = cache, request, float(cache.budget.amount or 0)
+        self.chosen = chosen  # tiers are the user's, so a recommended budget needs others
         self.worst, self.layer = 0.0, 0
         self.advice: float | None = 0.0  # smallest sufficient budget so far, None if there is none
 
     @classmethod
-    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
-        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
+    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: np.ndarray, chosen: bool = False) -> Guard | None:
+        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before.
+
+        ``chosen``: the user chose the cache's tiers.
+        """
         if not isinstance(cache.budget.amount, float):
             return None
         counts = real.sum(1)
@@ -137,7 +141,7 @@ class Guard:
         if setting in seen:
             return None
         seen.add(setting)
-        return cls(cache, int(counts.argmax()))
+        return cls(cache, int(counts.argmax()), chosen)
 
     @torch.no_grad()
     def add(
@@ -170,6 +174,8 @@ class Guard:
         """Warn if a layer's error is above the limit."""
         if self.worst > LIMIT:
             instead = f"budget={self.advice:g}" if self.advice else "budget=1.0"
+            if self.chosen:
+                instead += " without tiers="
             warnings.warn(
                 f"budget: expected one that keeps this model's attention, got {self.fraction:g}, with an estimated"
                 f" error of {100 * self.worst:.0f} % in layer {self.layer}; {instead} would do",

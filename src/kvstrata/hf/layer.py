@@ -38,6 +38,7 @@ DECODE_QUERIES = 16  # more new tokens than this are a prompt
 class Owner(Protocol):
     """The part of a `StrataCache` that its layers use."""
 
+    options: dict[str, Any]
     importance_queries: int
     guard: Guard | None
     steps: Steps
@@ -171,7 +172,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
                 else:
                     if not self.columns:
                         if self.owner.balances:
-                            self._balance(query, key, real, module)
+                            self._balance(query, key, module)
                         self._estimate(call, real)
                     out = self._prompt(call, real)
         except Exception:
@@ -182,7 +183,10 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
 
     def _may_wait(self, queries: int) -> bool:
         """True if the first prompt may be stored later."""
-        return self.owner.prompts.supports(self.owner.unfinished, self.index, self._new_columns(queries))
+        new = self._new_columns(queries)
+        if self.owner.balances and balance.too_short(new.sum(1)):
+            return False
+        return self.owner.prompts.supports(self.owner.unfinished, self.index, new)
 
     def _new_columns(self, queries: int) -> np.ndarray:
         """Token mask of the new columns on the host, bool ``[rows, queries]``."""
@@ -193,7 +197,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         query, key, value, mask, _, model_attention, logits, module = call
         tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
         if self.index == 0:
-            owner.guard = Guard.begin(tiered, module, real)
+            owner.guard = Guard.begin(tiered, module, real, owner.options.get("tiers") is not None)
         out = self._alone(query, key, value, mask, model_attention)
         if owner.shares:
             self.attend_shared = lambda query, mask, model_attention, logits: self._alone(
@@ -207,29 +211,18 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             self._finish_estimate()
         return out
 
-    def _balance(
-        self, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor | None, module: torch.nn.Module
-    ) -> None:
+    def _balance(self, query: torch.Tensor, key: torch.Tensor, module: torch.nn.Module) -> None:
         """Fix the balance of rows that have no tokens yet."""
-        cache, rows = self.owner.tiered, range(len(query))
-        turned = balance.interleaved(module)
-        first = slice(balance.columns_needed(self._new_columns(query.shape[2])))
-        present = self._all(query) if real is None else real
-        own, counts = balance.from_prompt(
-            query.detach()[:, :, first], key.detach()[:, :, first], present, cache.rope, turned, self.owner.uses_mass
-        )
-        if query.shape[2] <= balance.SINKS + balance.ENOUGH:
-            by_weights = balance.from_weights(module, cache.kv_heads, cache.head_dim, cache.rope, turned)
-            instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
-            enough = counts >= (balance.FEWEST if by_weights is None else balance.ENOUGH)
-            own = torch.where(enough.view(-1, 1, 1), own, instead)
-        put_balance(cache, self.index, own, rows)
+        cache, new = self.owner.tiered, self._new_columns(query.shape[2])
+        own = balance.of_first_prompt(query, key, new, module, cache.rope, self.owner.uses_mass)
+        put_balance(cache, self.index, own, range(len(query)))
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""
         query = call.query
         if self.index == 0:
-            self.owner.guard = Guard.begin(self.owner.tiered, call.module, self._new_columns(query.shape[2]))
+            new, chosen = self._new_columns(query.shape[2]), self.owner.options.get("tiers") is not None
+            self.owner.guard = Guard.begin(self.owner.tiered, call.module, new, chosen)
         if self.owner.guard is not None:
             real = self._all(query) if real is None else real
             self.owner.guard.add(self.index, query, call.key, call.value, real, call.logits)

@@ -7,6 +7,11 @@ Tokens that no later query can see are overwritten, so the bytes are those of on
 rows have the same number C of tail columns, right-aligned; shorter rows have padding on the left. A decode step attends
 to both parts and merges them by log-sum-exp; everything else unpacks the window and attends with the model's own
 function and mask.
+
+Each row has a balance of K, from its first prompt, and a centre, from the tokens present when its first ones are
+packed. Packed operators take one of each for all rows, so they are applied here, in front of them:
+
+    packed row = K / balance - centre         score = Q * balance · packed row + Q * balance · centre
 """
 
 from __future__ import annotations
@@ -15,13 +20,14 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvstrata.attention import decode_packed
+from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
-from kvstrata.quant.calibration import LayerCalibration
 from kvstrata.store import store_packed
 
 from . import attention, balance, support
@@ -35,6 +41,7 @@ LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
 LARGEST = torch.finfo(torch.float16).max
+NUMBERS = ("columns", "lengths", "packed_to", "ended", "rope", "centres")  # in a file, besides tensors
 
 
 class Owner(Protocol):
@@ -67,6 +74,12 @@ def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy that calls outside inference mode may use, too."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.clone()
+
+
 @lru_cache(maxsize=16)
 def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
     """Block table ``[rows, 2 * blocks]`` of rings of ``blocks`` blocks, the same for all layers and steps."""
@@ -86,7 +99,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
     pages: torch.Tensor  # uint8 [rows * ring_blocks, kv_heads, page_bytes]
     tail_k: torch.Tensor  # [rows, kv_heads, C, D]
     tail_v: torch.Tensor
-    balance: torch.Tensor | None  # float32 [kv_heads, D], from the model's weights
+    balance: torch.Tensor  # float32 [rows, kv_heads, D]
+    centre: torch.Tensor  # float32 [rows, kv_heads, D]; zero until a row's first tokens are packed
 
     def __init__(self, owner: Owner, place: int, sliding_window: int, fraction: float, recent_tokens: int) -> None:
         super().__init__()
@@ -107,7 +121,9 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.packed_to: list[int] = []  # position after the last one that was ever packed
         self.ended: list[bool] = []  # rows whose last column is padding
         self.pages = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
-        self.balance = None
+        self.balance = self.centre = torch.empty(0, 0, 0, device="cpu")
+        self.rope: list[float] = []
+        self.centres = True  # a softcap applies to complete scores: without a centre
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, dim = key_states.shape
@@ -118,6 +134,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         with torch.inference_mode(False):  # steps outside inference mode write to it
             self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.tail_k, self.tail_v = torch.zeros(2, rows, heads, 0, dim, dtype=dtype, device=self.device)
+        self.balance = torch.ones(rows, heads, dim, device=self.device)
+        self.centre = torch.zeros(rows, heads, dim, device=self.device)
         self.lengths, self.packed_to, self.ended = [0] * rows, [0] * rows, [False] * rows
         self.is_initialized = True
 
@@ -155,12 +173,12 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         rows, queries = len(query), query.shape[2]
         if rows != len(self.lengths):
             raise ValueError(f"past_key_values: expected {len(self.lengths)} rows as before, got {rows}")
-        if not self.columns:
-            kv_heads, dim = key.shape[1], key.shape[3]
-            turned, rope = balance.interleaved(module), frequencies(self.owner._text, dim) or []
-            own = balance.from_weights(module, kv_heads, dim, rope, turned)
-            self.balance = None if own is None else own.to(key.device)
         real = self._tokens_among(mask, rows, queries)
+        if not self.columns:
+            self.rope = frequencies(self.owner._text, key.shape[3], "sliding_attention") or []
+            self.centres = logits.softcap is None
+            new = np.ones((rows, queries), bool) if real is None else real.cpu().numpy()
+            self.balance = _kept(balance.of_first_prompt(query, key, new, module, self.rope, has_tiers=False))
         if queries == 1 and self.columns and real is None:
             self._append(key, value, None)
             if self.owner.shares:
@@ -180,10 +198,6 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         out = self._prompt(query, keys, values, mask, model_attention)
         self._append(key, value, real)
         return out
-
-    @property
-    def calibration(self) -> LayerCalibration | None:
-        return None if self.balance is None else LayerCalibration(self.balance)
 
     # Tokens and padding
 
@@ -228,14 +242,15 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         out, lse = self._attend_tail(q, logits)
         parts, tops = [out], [lse]
         if self.sliding_window > width and max(self.lengths) > width:
+            by_group = q.view(rows, self.balance.shape[1], -1, q.shape[-1]) * self.balance.unsqueeze(2)
             packed = decode_packed(
-                q, self.pages, self._table(rows), self._packed_lens(), self.format, scale=logits.scale,
-                sliding_window=self.sliding_window - width, softcap=logits.softcap, return_lse=True,
-                calibration=self.calibration,
+                by_group.to(q.dtype).view_as(q), self.pages, self._table(rows), self._packed_lens(), self.format,
+                scale=logits.scale, sliding_window=self.sliding_window - width, softcap=logits.softcap, return_lse=True,
             )  # fmt: skip
             assert not isinstance(packed, torch.Tensor)
+            of_centre = (by_group * self.centre.unsqueeze(2)).sum(-1).view(rows, heads) * logits.scale
             parts.append(packed.out.float())
-            tops.append(cast(torch.Tensor, packed.lse))
+            tops.append(cast(torch.Tensor, packed.lse) + of_centre)
         if logits.sinks is not None:
             parts.append(torch.zeros_like(out))
             tops.append(logits.sinks.detach().float().expand(rows, heads))
@@ -278,8 +293,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         if count <= width:
             return tails[0], tails[1]
         k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
-        if self.balance is not None:
-            k = k * self.balance[:, None, None]
+        k = (k.unflatten(0, (rows, -1)) + self.centre[:, None, :, None, None]) * self.balance[:, None, :, None, None]
+        k = k.flatten(0, 1)
         ends = self._numbers(self.lengths).unsqueeze(1)
         position = ends - count + torch.arange(count - width, device=self.device)
         slot = position % (self.ring_blocks * self.page_tokens)
@@ -340,26 +355,45 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         position = ends - count + torch.arange(count, device=self.device)
         slot = torch.arange(rows, device=self.device).unsqueeze(1) * ring + position % ring
         slot = slot.masked_fill((position < 0) | (position < ends - ring), -1).flatten()
-        k, v = (x[:, :, :count].transpose(1, 2).reshape(-1, kv_heads, dim) for x in (self.tail_k, self.tail_v))
-        store_packed(k, v, self.pages, slot, self.format, calibration=self.calibration)
+        self._fix_centres(ends.squeeze(1).tolist())
+        old_k = self.tail_k[:, :, :count].float() / self.balance.unsqueeze(2) - self.centre.unsqueeze(2)
+        if self.dtype == torch.float16:
+            old_k = old_k.clamp(-LARGEST, LARGEST)
+        old = (old_k.to(self.dtype), self.tail_v[:, :, :count])
+        k, v = (x.transpose(1, 2).reshape(-1, kv_heads, dim) for x in old)
+        store_packed(k, v, self.pages, slot, self.format)
         self.tail_k, self.tail_v = (x[:, :, count:].contiguous() for x in (self.tail_k, self.tail_v))
         self.packed_to = [max(n - self.recent_tokens, 0, p) for n, p in zip(self.lengths, self.packed_to, strict=True)]
+
+    def _fix_centres(self, packed: list[int]) -> None:
+        """Fix the centre of rows whose first tokens are about to be packed, ``packed`` of each after it."""
+        first = [row for row, n in enumerate(packed) if n > 0 and not self.packed_to[row]]
+        if not self.centres or not first:
+            return
+        most = min(self.tail_k.shape[2], CENTRE_TOKENS)
+        rows = self.tail_k[first, :, -most:].float() / self.balance[first].unsqueeze(2)
+        counts = self._numbers([min(self.lengths[row], most) for row in first])
+        present = torch.arange(most, device=self.device) >= most - counts.view(-1, 1, 1)
+        present = present.unsqueeze(-1) & (rows.abs() <= LARGEST)
+        ahead = torch.full_like(counts, HORIZON)
+        own = centre_of(torch.where(present, rows, 0.0), present, self.rope, ahead)
+        self.centre = _kept(self.centre.index_copy(0, self._numbers(first), own))
 
     # Files
 
     def numbers(self) -> dict[str, Any]:
         """Numbers of this layer in a file, in addition to its tensors."""
-        own = {name: getattr(self, name) for name in ("columns", "lengths", "packed_to", "ended")}
+        own = {name: getattr(self, name) for name in NUMBERS}
         return own | {"window": self.sliding_window, "dtype": str(self.dtype) if self.is_initialized else None}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of this layer by name."""
-        own = {name: getattr(self, name) for name in ("pages", "tail_k", "tail_v", "balance")}
-        return {name: x for name, x in own.items() if x is not None and self.is_initialized}
+        names = ("pages", "tail_k", "tail_v", "balance", "centre")
+        return {name: getattr(self, name) for name in names} if self.is_initialized else {}
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restore a layer from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
-        for name in ("columns", "lengths", "packed_to", "ended"):
+        for name in NUMBERS:
             setattr(self, name, numbers[name])
         if numbers["dtype"] is None:
             return
@@ -370,9 +404,14 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         shape = (rows * self.ring_blocks, heads, self.format.page_bytes)
         if tensors["pages"].shape != shape or tail.shape != tensors["tail_v"].shape or len(self.lengths) != rows:
             raise ValueError(f"window: expected pages {shape}, got {tuple(tensors['pages'].shape)}")
-        for name in ("pages", "tail_k", "tail_v"):
+        for name in ("balance", "centre"):
+            if tensors[name].shape != (rows, heads, tail.shape[-1]):
+                raise ValueError(
+                    f"window: expected {name} {rows, heads, tail.shape[-1]}, got {tuple(tensors[name].shape)}"
+                )
+        for name in ("pages", "tail_k", "tail_v", "balance", "centre"):
             setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
-        self.balance, self.is_initialized = tensors.get("balance"), True
+        self.is_initialized = True
 
     # Interface of transformers' cache layers
 
@@ -403,6 +442,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             with torch.inference_mode(False):
                 self.pages = self.pages.unflatten(0, (-1, self.ring_blocks))[rows].flatten(0, 1)
             self.tail_k, self.tail_v = self.tail_k[rows], self.tail_v[rows]
+            self.balance, self.centre = self.balance[rows], self.centre[rows]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._pick(beam_idx)
