@@ -15,10 +15,20 @@ from typer.testing import CliRunner
 
 from eval_model import Letters, model
 from kvstrata.hf import StrataCache
-from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.cli import app
 from kvstrata.tools.eval import advise, plot, render, results, texts
 from kvstrata.tools.eval import model as models
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded fails the test."""
+
+    def load(name: str | None, device: object = "cpu", dtype: object = None) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load", load)
 
 
 @pytest.mark.parametrize(
@@ -35,15 +45,28 @@ from kvstrata.tools.eval import model as models
     ],
 )
 def test_bad_requests_are_refused_before_a_model_is_loaded(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], message: str, no_model: None
 ) -> None:
-    def load(name: str | None, device: object = "cpu", dtype: object = None) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(models, "load", load)
     done = CliRunner().invoke(app, ["eval", "--quick", *arguments])
     assert done.exit_code == 2, done.output
     assert message in done.output
+
+
+@pytest.mark.parametrize("name", ["eval", "advise", "calibrate"])
+def test_a_file_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    name: str, no_model: None, tmp_path: Path
+) -> None:
+    for out, message in ((tmp_path, "a file, got the folder"), (tmp_path / "none" / "x", "a folder that exists, got")):
+        done = CliRunner().invoke(app, [name, "--out", str(out)])
+        assert done.exit_code == 2, done.output
+        assert f"{message} '{out}'" in done.output
+
+
+def test_advise_refuses_a_text_of_which_nothing_is_compressed(no_model: None) -> None:
+    done = CliRunner().invoke(app, ["advise", "--tokens", "97"])
+    assert done.exit_code == 2, done.output
+    assert "--tokens: expected at least 98, half of them a prompt longer than the 48 tokens" in done.output
+    assert "got 97" in done.output
 
 
 DRAW, ADVISE = plot.plot, advise.advise
@@ -152,9 +175,42 @@ def test_calibrate_writes_balance_centres_and_sensitivities(command, tmp_path: P
     assert StrataCache.from_file(model().config, advice).calibration is not None
     wrong = command("advise", "--calibration", str(advice))
     assert wrong.exit_code == 2, wrong.output
-    missing = command("calibrate", "--tokens", "100", "--out", str(tmp_path / "none" / "c"))
-    assert missing.exit_code == 2
-    assert "path: expected a file in a folder that exists" in missing.output
+
+
+def test_calibrate_keeps_sensitivities_of_layers_without_effect(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, out = model(), tmp_path / "calibration.safetensors"
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    monkeypatch.setattr(models, "load", lambda *_: (net, Letters()))
+    made = command("calibrate", "--tokens", "100", "--sensitivity", "--out", str(out))
+    assert made.exit_code == 0, made.output
+    calibration = Calibration.load(out)
+    assert calibration.k_sensitivity == calibration.v_sensitivity
+    assert max(calibration.k_sensitivity) < 1e-5
+    assert len(calibration.k_sensitivity) == 2
+
+
+def test_a_configuration_is_read_from_any_folder(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("calibrate", "--tokens", "64", "--out", "c.safetensors").exit_code == 0
+    made = command("advise", "--tokens", "128", "--kl", "9", "--calibration", "c.safetensors", "--out", "a.json")
+    assert made.exit_code == 0, made.output
+    monkeypatch.chdir(tmp_path.parent)
+    assert StrataCache.from_file(model().config, tmp_path / "a.json").calibration is not None
+
+
+@pytest.mark.parametrize("arguments", [("eval", "--quick"), ("eval", "--packed", "K4V4"), ("advise",)], ids=" ".join)
+def test_a_calibration_of_another_model_is_refused(command, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    file, out = tmp_path / "c.safetensors", tmp_path / "out.json"
+    for layers, heads in ((1, 2), (2, 4)):
+        Calibration([LayerCalibration(torch.ones(heads, 64))] * layers).save(file)
+        done = command(*arguments, "--tokens", "128", "--calibration", str(file), "--out", str(out))
+        assert done.exit_code == 2, done.output
+        assert "calibration: expected 2 layers of 2 KV heads and head_dim 64, got one with" in done.output
+        assert not out.exists()
 
 
 def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_models_that_cannot_be_compressed_are_refused_in_one_line(
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config, T5ForConditionalGeneration
 
     monkeypatch.chdir(tmp_path)
-    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "32"]
+    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "100"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     small = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, head_dim=24))
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2))
@@ -158,7 +158,7 @@ def test_models_that_cannot_be_compressed_are_refused_in_one_line(
 def test_a_text_that_is_none_is_refused_in_one_line(folder: Path, command: str) -> None:
     binary = folder / "binary"
     binary.write_bytes(b"w3 \xff" * 1000)
-    done = CliRunner().invoke(app, [command, "--text", str(binary), "--tokens", "32", "--model", str(folder)])
+    done = CliRunner().invoke(app, [command, "--text", str(binary), "--tokens", "100", "--model", str(folder)])
     assert one_line(done).startswith(f"text: expected a text file in UTF-8, got '{binary}' (invalid start byte at")
 
 
@@ -172,7 +172,7 @@ def test_a_model_with_its_own_attention_is_refused_in_one_line(
     config = FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     FalconForCausalLM(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "32"]
+    arguments = ["w3"] if command == "generate" else ["--text", str(folder / "before.txt"), "--tokens", "100"]
     done = CliRunner().invoke(app, [command, *arguments, "--model", str(tmp_path)])
     assert done.exit_code == 2, done.output
     assert "FalconForCausalLM" in done.stderr

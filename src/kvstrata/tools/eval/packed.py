@@ -111,8 +111,11 @@ def check_packed(name: str) -> None:
 def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | None) -> list[Contender]:
     """Packed pages of one format, and tiers under a budget of as many bytes, with the same calibration.
 
-    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those.
+    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those. ValueError for a
+    calibration of a model with other sizes.
     """
+    if calibration is not None:
+        calibration.check(*sizes_of(config))
     ours = packed(name, calibration=calibration)
     dim = sizes_of(config)[2]
     share = Format.parse(name, dim).bytes_per_token * (tokens // 64 * 64) / (4 * dim * tokens) + (64 + 4) / tokens

@@ -8,36 +8,39 @@ with their gains.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from kvstrata.hf.balance import ENOUGH
 from kvstrata.hf.calibrate import calibrate
+from kvstrata.hf.layer import StrataLayer
 from kvstrata.layout import rotate
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .measure import decode
+from .model import first_token
 
 SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Mean KL in nats with one side of one layer at ``bits``: ``k`` and ``v`` by layer."""
+    """Mean KL in nats with one side of one layer at ``bits``: ``k`` and ``v`` by layer; only ``compressed`` layers are
+    measured, the others have 0."""
 
     bits: int
     k: list[float]
     v: list[float]
+    compressed: list[int] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
-        """Cost of an error in K relative to one in V."""
-        return sum(self.k) / max(sum(self.v), 1e-12)
+        """Cost of an error in K relative to one in V; 1 if neither has one."""
+        return (sum(self.k) + 1e-12) / (sum(self.v) + 1e-12)
 
 
 def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibration | None = None) -> torch.Tensor:
@@ -58,20 +61,15 @@ def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibra
     return torch.cat([x[..., :SINK_TOKENS, :], restored[..., SINK_TOKENS:, :].to(x.dtype)], -2)
 
 
-class RoundedLayer(DynamicLayer):
-    """Layer that passes K or V rounded to attention, and keeps both exact."""
+def round_side(layer: Any, side: str, bits: int, calibration: LayerCalibration | None) -> None:
+    """Let a layer of a DynamicCache pass K or V rounded to attention; it keeps both exact."""
+    update = layer.update
 
-    def __init__(self, side: str, bits: int, calibration: LayerCalibration | None) -> None:
-        super().__init__()
-        self.side, self.bits, self.calibration = side, bits, calibration
+    def rounded(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = update(*args, **kwargs)
+        return (round_trip(k, bits, True, calibration), v) if side == "k" else (k, round_trip(v, bits, False))
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = super().update(key_states, value_states, *args, **kwargs)
-        if self.side == "k":
-            return round_trip(k, self.bits, True, self.calibration), v
-        return k, round_trip(v, self.bits, False)
+    layer.update = rounded
 
 
 def measure_sensitivity(
@@ -84,30 +82,31 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """One forward per layer and side over ``ids [rows, tokens]``.
 
-    Without a calibration one is computed from ``ids``, if these are enough tokens. A calibration that does not have a
-    layer for each full-attention layer of the model is not used, since its layers cannot be identified.
+    Without a calibration one is computed from ``ids``, if these are enough tokens. ValueError for a calibration of
+    another model.
     """
     tokens = ids.shape[1]
-    if calibration is None and tokens >= ENOUGH:
+    layers = first_token(model, calibration).layers
+    compressed = {layer.place: layer.index for layer in layers if isinstance(layer, StrataLayer)}
+    if calibration is None and compressed and tokens >= ENOUGH:
         calibration = calibrate(model, ids)
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
-    layers = DynamicCache(config=model.config).layers
-    compressed = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-    fits = calibration is not None and len(calibration.layers) == len(compressed)
-    by_index = dict(zip(compressed, calibration.layers, strict=True)) if calibration is not None and fits else {}
+    exact = [chunk.float().log_softmax(-1) for chunk in exact]  # fp16 does not sum to 1, and KL could be negative
 
-    def rounded(index: int, side: str) -> float:
-        kinds = DynamicCache(config=model.config).layers
-        cache = Cache(layers=[type(x)() if type(x) is DynamicLayer else x for x in kinds])
-        cache.layers[index] = RoundedLayer(side, bits, by_index.get(index))
+    def rounded(place: int, side: str) -> float:
+        if place not in compressed:
+            return 0.0
+        cache = DynamicCache(config=model.config)
+        own = None if calibration is None else calibration.layers[compressed[place]]
+        round_side(cache.layers[place], side, bits, own)
         scores, _ = decode(model, ids, cache, chunk=tokens, exact=exact)
-        return sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))
+        kl = sum(map(sum, scores.kl)) / (len(scores.kl) * sum(scores.count))
+        return max(kl, 0.0)  # the rounding of float32 can be below 0; NaN stays
 
     by_side: dict[str, list[float]] = {"k": [], "v": []}
     for side, values in by_side.items():
-        for index in range(len(layers)):
-            # StrataCache does not compress the other layers
-            values.append(rounded(index, side) if index in compressed else 0.0)
-            tick(f"{side.upper()} of layer {index}", len(by_side["k"]) + len(by_side["v"]))
-    return Sensitivity(bits, by_side["k"], by_side["v"])
+        for place in range(len(layers)):
+            values.append(rounded(place, side))
+            tick(f"{side.upper()} of layer {place}", len(by_side["k"]) + len(by_side["v"]))
+    return Sensitivity(bits, by_side["k"], by_side["v"], list(compressed))

@@ -46,17 +46,23 @@ def _docstrings(name: str) -> list[str]:
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:
-    """Texts by name; what is no known name is a file. ValueError where there is none, and for one that is no text."""
-    by_name = {}
-    for item in names_or_paths:
-        if item in DEFAULT + HELD_OUT:
-            by_name[item] = text(item)
-        elif Path(item).is_file():
-            try:
-                by_name[Path(item).stem] = Path(item).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                where = f"{error.reason} at byte {error.start}"
-                raise ValueError(f"text: expected a text file in UTF-8, got {item!r} ({where})") from error
-        else:
+    """Texts by name; what is no known name is a file, named by its stem or, if several have that, with its folder.
+
+    ValueError where there is no file, for one that is no text, and for two of one name.
+    """
+    by_name: dict[str, str] = {}
+    stems = [Path(item).stem for item in names_or_paths]
+    for item, name in zip(names_or_paths, stems, strict=True):
+        is_known, path = item in DEFAULT + HELD_OUT, Path(item).resolve()
+        if not is_known and not path.is_file():
             raise ValueError(f"text: expected a file or one of {DEFAULT + HELD_OUT}, got {item!r}")
+        if not is_known and stems.count(name) > 1:
+            name = f"{path.parent.name}/{path.name}"
+        if name in by_name:
+            raise ValueError(f"text: expected texts with names of their own, got {item!r} and another {name!r}")
+        try:
+            by_name[name] = text(item) if is_known else path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            where = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"text: expected a text file in UTF-8, got {item!r} ({where})") from error
     return by_name
