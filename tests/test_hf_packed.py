@@ -69,6 +69,24 @@ def test_logits_are_those_of_a_dynamic_cache(name: str) -> None:
     assert error(wide, expected, real) < 0.5 * error(narrow, expected, real) < 0.25
 
 
+@pytest.mark.parametrize(("name", "capture"), [("llama", False), ("llama", True), ("gpt-oss", False)])
+def test_a_first_prompt_of_one_token_is_exact(name: str, capture: bool) -> None:
+    """With and without a mask, padding in one row, and after all columns were removed; the next token is a step."""
+    model, ids = make(name), prompt(2, 2)
+    some = torch.tensor([[1, 1], [0, 1]])
+    for mask in (None, torch.ones_like(ids), some):
+        expected = forwards(model, DynamicCache(config=model.config), ids, (1, 1), mask)
+        cache = packed(model, "K2V2", capture=capture)
+        for _ in range(2):
+            given = forwards(model, cache, ids, (1, 1), mask)
+            real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            first = real.clone()
+            first[:, 1] = False
+            assert error(given, expected, first) < 1e-5
+            assert error(given, expected, real) > 1e-3
+            cache.crop(-2)
+
+
 @pytest.mark.parametrize("options", [dict(), dict(num_beams=3), dict(prompt_lookup_num_tokens=4)])
 def test_generate_finds_texts_as_likely_as_with_a_dynamic_cache(options: dict) -> None:
     """Left padding; greedy, by beams and by drafts. Texts may differ where two are equally likely."""
@@ -116,9 +134,9 @@ def test_a_padded_row_is_that_of_a_single_run() -> None:
     batch = forwards(model, packed(model), ids, (30, *[1] * 10), mask)
     for row in range(3):
         start = 40 - int(mask[row].sum())
-        sizes = (30 - start, *[1] * 10) if start < 30 else (1,)
-        alone = forwards(model, packed(model), ids[row : row + 1, start:], sizes)
-        torch.testing.assert_close(batch[row : row + 1, start:], alone, rtol=1e-3, atol=1e-3)
+        first, some = min(start, 29), slice(row, row + 1)  # a token that came in a step does so here
+        alone = forwards(model, packed(model), ids[some, first:], (30 - first, *[1] * 10), mask[some, first:])
+        torch.testing.assert_close(batch[some, start:], alone[:, start - first :], rtol=1e-3, atol=1e-3)
 
 
 def test_crop_removes_columns() -> None:

@@ -61,6 +61,10 @@ def test_invalid_copy_arguments_are_named() -> None:
     odd = torch.zeros(pool.numel() + 8, dtype=torch.uint8, device=DEVICE)[8:].view(pool.shape)
     wrong["dst: expected an address that is a multiple of 16"] = (pool, odd, numbers, numbers)
     wrong["dst: expected blocks and heads that do not overlap"] = (pool, pool[:1].expand(4, -1, -1), numbers, numbers)
+    for x in (pool.to("meta"), pool.to_sparse()):
+        got = "one on meta" if x.is_meta else "torch.sparse_coo"
+        wrong[f"src: expected a .*, got {got}"] = (x, pool, numbers, numbers)
+        wrong[f"dst: expected a .*, got {got}"] = (pool, x, numbers, numbers)
     for message, arguments in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
             copy_pages(*arguments)

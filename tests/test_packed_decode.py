@@ -179,6 +179,48 @@ def test_invalid_decode_arguments_are_named() -> None:
             decode_packed(q, batch.pages, table, lens, fmt, workspace=small, backend="cuda")
 
 
+def test_contents_are_checked_on_a_cpu() -> None:
+    """Rows and blocks that are not there; entries that no query reads may be anything."""
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [60, 20])
+    q, lens, table = batch.queries([2, 1], 3), batch.seq_lens, batch.block_table
+
+    def call(cu: list[int], table: torch.Tensor = table, q: torch.Tensor = q, **options) -> torch.Tensor:
+        starts = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+        return decode_packed(q, batch.pages, table, lens, fmt, cu_seqlens_q=starts, backend="reference", **options)
+
+    for cu in ([0, 2, 4], [0, 4, 3], [-1, 2, 3]):
+        with pytest.raises(ValueError, match=r"cu_seqlens_q: expected numbers from 0 to 3, the rows of q, got (4|-1)"):
+            call(cu)
+    with pytest.raises(ValueError, match=r"max_seqlen_q: expected at least 2, .*, got 1"):
+        call([0, 2, 3], max_seqlen_q=1)
+    many = batch.queries([17, 1], 3)
+    with pytest.raises(ValueError, match=r"max_seqlen_q: expected at least 17, .*, got 16"):
+        call([0, 17, 18], q=many)
+    call([0, 17, 18], q=many, max_seqlen_q=17)
+    for entry in (-1, len(batch.pages)):
+        wrong = table.clone()
+        wrong[0, 1] = entry
+        last = len(batch.pages) - 1
+        with pytest.raises(ValueError, match=f"block_table: expected blocks from 0 to {last} .*, got {entry}"):
+            call([0, 2, 3], wrong)
+        options = dict(sliding_window=16)
+        assert torch.equal(call([0, 2, 3], wrong, **options), call([0, 2, 3], **options))
+
+
+@each_backend
+def test_a_pool_without_blocks(backend: str) -> None:
+    """Refused if the table has entries; otherwise no request has a token."""
+    fmt = Format.parse("K4V4", 64, 16)
+    batch = Batch(fmt, [20])
+    q, empty = batch.queries([1], 3), batch.pages[:0]
+    with pytest.raises(ValueError, match="pages: expected at least one block, as block_table has entries, got 0"):
+        decode_packed(q, empty, batch.block_table, batch.seq_lens, fmt, backend=backend)
+    if backend == "reference":
+        out = decode_packed(q, empty, batch.block_table[:, :0], batch.seq_lens, fmt, backend=backend)
+        assert (out == 0).all()
+
+
 @each_backend
 def test_output_of_the_caller(backend: str) -> None:
     fmt = Format.parse("K4V4", 64, 16)

@@ -156,6 +156,44 @@ def test_invalid_prefill_arguments_are_named() -> None:
         prefill_packed(q, chunk.k, chunk.v, *rest, backend="cuda")
 
 
+def test_contents_are_checked_on_a_cpu() -> None:
+    """Rows and blocks that are not there; entries that no query sees may be anything."""
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [70, 30], [5, 2])
+    q = chunk.queries([5, 2], 2)
+
+    def call(cu: list[int], table: torch.Tensor = chunk.block_table, **options) -> torch.Tensor:
+        starts = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+        rest = (chunk.pages, table, chunk.seq_lens, starts, chunk.fmt)
+        return prefill_packed(q, chunk.k, chunk.v, *rest, backend="reference", **options)
+
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected numbers from 0 to 7, the rows of q, got 8"):
+        call([0, 5, 8])
+    with pytest.raises(ValueError, match=r"max_seqlen_q: expected at least 5, .*, got 4"):
+        call([0, 5, 7], max_seqlen_q=4)
+    with pytest.raises(ValueError, match="max_seqlen_q: expected at least 1, as q has rows, got 0"):
+        call([0, 5, 7], max_seqlen_q=0)
+    for entry in (-1, len(chunk.pages)):
+        wrong = chunk.block_table.clone()
+        wrong[0, 1] = entry
+        last = len(chunk.pages) - 1
+        with pytest.raises(ValueError, match=f"block_table: expected blocks from 0 to {last} .*, got {entry}"):
+            call([0, 5, 7], wrong)
+        options = dict(sliding_window=16)
+        assert torch.equal(call([0, 5, 7], wrong, **options), call([0, 5, 7], **options))
+
+
+@each_backend
+def test_a_pool_without_blocks(backend: str) -> None:
+    """Refused if the table has entries; a first chunk needs neither."""
+    chunk = Chunk(Format.parse("K4V4", 64, 16), [5], [5], dtype=torch.float16)
+    q, rest = chunk.queries([5], 2), (chunk.seq_lens, chunk.cu, chunk.fmt)
+    with pytest.raises(ValueError, match="pages: expected at least one block, as block_table has entries, got 0"):
+        prefill_packed(q, chunk.k, chunk.v, chunk.pages[:0], chunk.block_table, *rest, backend=backend)
+    given = (chunk.pages[:0], chunk.block_table[:, :0])
+    expected = prefill_packed(q, chunk.k, chunk.v, chunk.pages, chunk.block_table, *rest, backend=backend)
+    assert torch.equal(prefill_packed(q, chunk.k, chunk.v, *given, *rest, backend=backend), expected)
+
+
 def test_prefill_packed_passes_opcheck() -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 16), [30], [5])
     q = chunk.queries([5], 2)

@@ -245,7 +245,31 @@ def test_invalid_store_arguments_are_named() -> None:
         store_packed(k, v, pages, slots, fmt, calibration=Calibration(centre=[[0.0] * 64] * 2))
     with pytest.raises(ValueError, match="backend: expected one of"):
         store_packed(k, v, pages, slots, fmt, backend="fast")
+    for x in (torch.inf, torch.nan, 65600.0):
+        far = Calibration(centre=torch.full((2, 64), x, device=DEVICE))
+        with pytest.raises(ValueError, match=r"calibration.centre: expected finite numbers up to 65504"):
+            store_packed(k, v, pages, slots, fmt, calibration=far, backend="reference")
     assert (pages == POISON).all()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_without_memory_are_named() -> None:
+    """Sparse tensors and those on meta, also after a call that such a one repeats."""
+    fmt = Format.parse("K4V4", 64, 16)
+    pages, (k, v) = memory(fmt, 2, 2, 1), rows(3, 2, 64, torch.float32)
+    slots, ones = torch.arange(3, device=DEVICE), torch.ones(2, 64, device=DEVICE)
+    store_packed(k, v, pages, slots, fmt, calibration=Calibration(ones, ones))
+    given = dict(k=k, v=v, pages=pages, slot_mapping=slots, balance=ones, centre=ones)
+    for name, x in given.items():
+        for sparse in (x.to_sparse(), x.to_sparse_csr()) if x.dim() == 2 else (x.to_sparse(),):
+            changed = given | {name: sparse}
+            calibration = Calibration(changed.pop("balance"), changed.pop("centre"))
+            with pytest.raises(TypeError, match=rf"^(calibration\.)?{name}: expected a strided tensor, got torch.sp"):
+                store_packed(**changed, fmt=fmt, calibration=calibration)
+    with pytest.raises(ValueError, match="k: expected a tensor on"):
+        store_packed(k.to("meta"), v, pages, slots, fmt)
+    with pytest.raises(ValueError, match="pages: expected a tensor in memory, got one on meta"):
+        store_packed(*(x.to("meta") for x in (k, v, pages, slots)), fmt)
 
 
 def test_store_packed_passes_opcheck() -> None:

@@ -326,6 +326,33 @@ def test_invalid_tail_arguments_are_named() -> None:
     assert tail.k.isnan().all()
 
 
+@each_backend
+def test_sparse_rows_are_named(backend: str) -> None:
+    """Also where a call repeats the one before."""
+    fmt = Format.parse("K4V4", 64, 16)
+    engine = Engine(fmt, 2, kv_heads=1)
+    (k, v), slots = torch.randn(2, 2, 1, 64).bfloat16().to(DEVICE), torch.tensor([0, 16], device=DEVICE)
+    given = dict(tail=engine.tail, seq_lens=torch.ones(2, dtype=torch.int32, device=DEVICE), backend=backend)
+    store_packed(k, v, engine.pages, slots, fmt, **given)
+    with pytest.raises(TypeError, match=r"k: expected a strided tensor, got torch.sparse_coo"):
+        store_packed(k.to_sparse(), v, engine.pages, slots, fmt, **given)
+    assert engine.tail is not None
+    for side in ("k", "v"):
+        sparse = engine.tail._replace(**{side: getattr(engine.tail, side).to_sparse()})
+        with pytest.raises(TypeError, match=rf"tail\.{side}: expected a strided tensor, got torch.sparse_coo"):
+            store_packed(k, v, engine.pages, slots, fmt, **given | dict(tail=sparse))
+
+
+def test_rows_beyond_k_are_refused_on_a_cpu() -> None:
+    engine = Engine(Format.parse("K4V4", 64, 16), 2, kv_heads=1)
+    (k, v), slots = torch.randn(2, 2, 1, 64).bfloat16().to(DEVICE), torch.tensor([0, 16], device=DEVICE)
+    lens, cu = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([1, 1], [0, 1, 3]))
+    given = dict(tail=engine.tail, seq_lens=lens, cu_seqlens_q=cu, backend="reference")
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected numbers from 0 to 2, the rows of k, got 3"):
+        store_packed(k, v, engine.pages, slots, engine.fmt, **given)
+    assert (engine.pages == POISON).all()
+
+
 def test_store_packed_tail_passes_opcheck() -> None:
     fmt = Format.parse("K4V4", 64, 16)
     engine = Engine(fmt, 2, kv_heads=1, sinks=4)

@@ -57,7 +57,7 @@ def _operator(query: Any, key: Any, value: Any, pages: Any, block_table: Any, se
     given: dict[str, Any] = dict(calibration=Layer(balance, centre))
     scores: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     q, k, v = _flat(query), _flat(key), _flat(value)
-    if queries == 1:
+    if queries == 1 and start:  # a step, also if the host does not know its place
         kvstrata.store_packed(k, v, pages, slot, fmt, **given)
         out = kvstrata.decode_packed(q, pages, block_table, seq_lens, fmt, **given, **scores)
         return out.view(rows, 1, heads, dim)  # type: ignore[union-attr]
@@ -160,10 +160,10 @@ def strata_packed(
         padded: some of the new columns may be padding.
         start: number of columns before the new ones; -1 reads it from the device if needed.
 
-    A single new column, and up to 16 after earlier ones, are read from the pages. More columns attend to each other
-    unquantised, and to earlier ones in the pages. Safe under ``torch.compile(fullgraph=True)``, and under CUDA-graph
-    capture after an eager call of the same shapes. Raises what `store_packed`, `decode_packed` and `prefill_packed`
-    raise.
+    Up to 16 new columns after earlier ones are read from the pages, and so is a single one if ``start`` is -1. First
+    columns, or more than 16, attend to each other unquantised, and to earlier ones in the pages. Safe under
+    ``torch.compile(fullgraph=True)``, and under CUDA-graph capture after an eager call of the same shapes. Raises what
+    `store_packed`, `decode_packed` and `prefill_packed` raise.
     """
     return torch.ops.kvstrata.strata_packed(
         query, key, value, pages, rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot,

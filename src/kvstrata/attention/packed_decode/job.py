@@ -126,7 +126,7 @@ def check(
     device = pages.device
     check_query(q, blocks, device)
     requests = check_lengths(seq_lens, cu_seqlens_q, device)
-    check_block_table(block_table, requests, device)
+    check_block_table(block_table, requests, blocks, device)
     check_scoring(options.scale, options.softcap, options.sliding_window, sinks, q)
     check_calibration(balance, centre, blocks, device)
     check_plain_rows(tensors.rows, blocks, q.dtype, requests, device, address)

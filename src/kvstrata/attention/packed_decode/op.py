@@ -151,7 +151,8 @@ def decode_packed(
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message names it. Contents are not checked.
+        ValueError, TypeError: an argument does not fit; the message names it. Of contents, only ``reference`` checks
+            cu_seqlens_q, max_seqlen_q and the entries of block_table that it reads.
         RuntimeError: the backend cannot run here.
 
     Example:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvstrata.attention.decode.parts import Coded
+from kvstrata.store.packed.arguments import check_entries, check_starts
 from kvstrata.store.packed.plain_rows import Split, split_of, tail_index
 
 from .job import Job, Result
@@ -15,7 +16,9 @@ def pages_of(job: Job, request: int, first: int, last: int) -> torch.Tensor:
     """Pages ``first .. last - 1`` of a request: uint8 ``[kv_heads, pages, page_bytes]``, a copy."""
     blocks, per_block = job.blocks, job.blocks.pages_per_block
     low, high = first // per_block, -(-last // per_block)
-    rows = job.pages[job.block_table[request, low:high].long()]  # [blocks, H, bytes]
+    entries = job.block_table[request, low:high].long()
+    check_entries(entries, blocks)
+    rows = job.pages[entries]  # [blocks, H, bytes]
     by_page = rows.view(high - low, blocks.kv_heads, per_block, job.format.page_bytes).transpose(0, 1).flatten(1, 2)
     return by_page[:, first - low * per_block : last - low * per_block].contiguous()
 
@@ -84,12 +87,13 @@ def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.
 
 
 def decode(job: Job) -> Result:
-    """Compute out, and lse or None."""
+    """Compute out, and lse or None; raises ValueError for rows or blocks that are not there."""
+    starts = range(0, job.q.shape[0] + 1, job.most_queries)
+    ends = list(starts) if job.cu_seqlens_q is None else job.cu_seqlens_q.tolist()
+    check_starts(ends, job.q.shape[0], "q", job.most_queries)
     out = torch.empty_like(job.q, memory_format=torch.contiguous_format) if job.out is None else job.out
     out.zero_()
     lse = torch.full(job.q.shape[:2], -torch.inf, dtype=torch.float32, device=job.q.device)
-    starts = range(0, job.q.shape[0] + 1, job.most_queries)
-    ends = list(starts) if job.cu_seqlens_q is None else job.cu_seqlens_q.tolist()
     with torch.no_grad():
         for request, length in enumerate(job.seq_lens.tolist()):
             first, last = ends[request], ends[request + 1]

@@ -107,7 +107,7 @@ def check(
     check_query(q, blocks, device)
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     requests = check_lengths(seq_lens, cu_seqlens_q, device)
-    check_block_table(block_table, requests, device)
+    check_block_table(block_table, requests, blocks, device)
     if tensors.cu_seqlens_k is not None:
         sizes = f"[{requests + 1}], one more than seq_lens"
         check_ints("cu_seqlens_k", tensors.cu_seqlens_k, sizes, requests + 1, device)
@@ -119,6 +119,8 @@ def check(
     for name in ("max_seqlen_q", "max_seqlen_k", "total_tokens"):
         if (given := getattr(options, name)) is not None:
             check_int(name, given, 0)
+    if options.max_seqlen_q == 0 and q.shape[0]:
+        fail("max_seqlen_q", "at least 1, as q has rows", 0)
     if options.exact_lengths and None in (options.max_seqlen_q, options.max_seqlen_k, options.total_tokens):
         fail("exact_lengths", "False without max_seqlen_q, max_seqlen_k and total_tokens", True)
     return Job(tensors, options, blocks, out)

@@ -145,7 +145,8 @@ def prefill_packed(
         out in q's shape and dtype. With ``return_lse`` an `AttentionOutput` with a float32 lse ``[T, heads]``.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message names it.
+        ValueError, TypeError: an argument does not fit; the message names it. Of contents, only ``reference`` checks
+            cu_seqlens_q, max_seqlen_q and the entries of block_table that it reads.
         RuntimeError: the backend cannot run here.
 
     Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,7 +34,16 @@ class Calibration(Protocol):
     def centre(self) -> torch.Tensor | None: ...
 
 
+def check_strided(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for anything but a tensor with strides, such as a sparse one, which has no address."""
+    check_tensor(name, x)
+    if x.layout != torch.strided:
+        fail(name, "a strided tensor", x.layout, TypeError)
+
+
 def check_address(name: str, x: torch.Tensor) -> None:
+    if x.is_meta:
+        fail(name, "a tensor in memory", "one on meta")
     if x.data_ptr() % ALIGNMENT:
         fail(name, f"an address that is a multiple of {ALIGNMENT}", f"{x.data_ptr():#x}")
 
@@ -52,6 +62,7 @@ def check_optional(names: Sequence[str], tensors: Sequence[object]) -> None:
 
 def check_pages(pages: torch.Tensor, format: Format, address: bool) -> Blocks:
     """Sizes of an engine's blocks; ``address``: they are in memory, not a fake tensor."""
+    check_strided("pages", pages)
     blocks = blocks_of(pages, format)
     if address:
         check_address("pages", pages)
@@ -75,6 +86,7 @@ def check_calibration(
     for name, x in (("calibration.balance", balance), ("calibration.centre", centre)):
         if x is None:
             continue
+        check_strided(name, x)
         if x.dtype != torch.float32 or tuple(x.shape) != shape:
             fail(name, f"float32 {shape}", f"{x.dtype} {tuple(x.shape)}")
         if not x.is_contiguous():
@@ -89,7 +101,7 @@ def check_new_rows(
     """Check rows ``[T, kv_heads, head_dim]`` of new tokens; for prefills they have q's dtype, and a row per query."""
     sizes = (blocks.kv_heads, blocks.format.head_dim)
     for name, x in zip(names, (k, v), strict=True):
-        check_tensor(name, x)
+        check_strided(name, x)
         if x.dim() != 3 or tuple(x.shape[1:]) != sizes:
             fail(name, f"[tokens, {sizes[0]}, {sizes[1]}] as pages and fmt", f"shape {tuple(x.shape)}")
         first, like = ("q", q) if q is not None else (names[0], k)
@@ -105,7 +117,7 @@ def check_new_rows(
 
 
 def check_query(q: torch.Tensor, blocks: Blocks, device: torch.device) -> None:
-    check_tensor("q", q)
+    check_strided("q", q)
     heads, dim = blocks.kv_heads, blocks.format.head_dim
     if q.dim() != 3 or q.shape[2] != dim or q.shape[1] == 0 or q.shape[1] % heads:
         fail("q", f"[tokens, a multiple of {heads}, {dim}]", f"shape {tuple(q.shape)}")
@@ -117,7 +129,7 @@ def check_query(q: torch.Tensor, blocks: Blocks, device: torch.device) -> None:
 
 
 def check_slot_mapping(slot_mapping: torch.Tensor, tokens: int, device: torch.device) -> None:
-    check_tensor("slot_mapping", slot_mapping)
+    check_strided("slot_mapping", slot_mapping)
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         fail("slot_mapping", "int32 or int64", slot_mapping.dtype, TypeError)
     if tuple(slot_mapping.shape) != (tokens,):
@@ -127,7 +139,7 @@ def check_slot_mapping(slot_mapping: torch.Tensor, tokens: int, device: torch.de
 
 def check_ints(name: str, x: torch.Tensor, sizes: str, count: int | None, device: torch.device) -> None:
     """Check an int32 tensor: one contiguous dimension of ``count`` numbers, or any; ``sizes`` describes it."""
-    check_tensor(name, x)
+    check_strided(name, x)
     if x.dtype != torch.int32:
         fail(name, "torch.int32", x.dtype, TypeError)
     if x.dim() != 1 or (count is not None and x.shape[0] != count) or (x.shape[0] > 1 and x.stride(0) != 1):
@@ -144,8 +156,8 @@ def check_lengths(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None, dev
     return requests
 
 
-def check_block_table(block_table: torch.Tensor, requests: int, device: torch.device) -> None:
-    check_tensor("block_table", block_table)
+def check_block_table(block_table: torch.Tensor, requests: int, blocks: Blocks, device: torch.device) -> None:
+    check_strided("block_table", block_table)
     if block_table.dtype != torch.int32:
         fail("block_table", "torch.int32", block_table.dtype, TypeError)
     if block_table.dim() != 2 or block_table.shape[0] != requests:
@@ -153,6 +165,24 @@ def check_block_table(block_table: torch.Tensor, requests: int, device: torch.de
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         fail("block_table", "an inner stride of 1", block_table.stride(1))
     check_device("block_table", block_table, device)
+    if blocks.num_blocks == 0 and block_table.numel():
+        fail("pages", "at least one block, as block_table has entries", 0)
+
+
+def check_starts(starts: Sequence[int], rows: int, of: str, most: int | None = None) -> None:
+    """Check cu_seqlens_q as read by the host: rows of the tensor ``of``, and at most ``most`` for a request."""
+    if outside := [start for start in starts if not 0 <= start <= rows]:
+        fail("cu_seqlens_q", f"numbers from 0 to {rows}, the rows of {of}", outside[0])
+    longest = max((end - start for start, end in itertools.pairwise(starts)), default=0)
+    if most is not None and longest > most:
+        fail("max_seqlen_q", f"at least {longest}, as many rows as a request has in cu_seqlens_q", most)
+
+
+def check_entries(entries: torch.Tensor, blocks: Blocks) -> None:
+    """Check entries of a block table that hold tokens to be read; synchronises."""
+    outside = entries[(entries < 0) | (entries >= blocks.num_blocks)]
+    if len(outside):
+        fail("block_table", f"blocks from 0 to {blocks.num_blocks - 1} for the tokens of a request", int(outside[0]))
 
 
 def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: torch.Tensor, address: bool) -> None:
@@ -160,7 +190,7 @@ def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: to
     for name, x in (("out", out), ("workspace", workspace)):
         if x is None:
             continue
-        check_tensor(name, x)
+        check_strided(name, x)
         dtype = q.dtype if name == "out" else torch.uint8
         if x.dtype != dtype:
             fail(name, f"{dtype}", x.dtype, TypeError)
@@ -181,7 +211,7 @@ def check_memory(out: torch.Tensor | None, workspace: torch.Tensor | None, q: to
 
 def _check_side(name: str, x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) -> None:
     heads, dim = blocks.kv_heads, blocks.format.head_dim
-    check_tensor(name, x)
+    check_strided(name, x)
     if x.dim() != 4 or x.shape[1] != heads or x.shape[3] != dim or 0 in x.shape:
         fail(name, f"[max_requests, {heads}, tokens, {dim}]", f"shape {tuple(x.shape)}")
     if x.dtype != dtype:

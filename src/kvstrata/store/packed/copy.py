@@ -14,7 +14,7 @@ from kvstrata.call_cache import PerThread, dispatched, signature
 from kvstrata.checks import check_tensor, fail
 from kvstrata.layout.blocks import ALIGNMENT, check_apart
 
-from .arguments import check_address
+from .arguments import check_address, check_strided
 from .cuda import launch_on
 
 SOURCE = Path(__file__).with_name("copy_pages.cu")
@@ -26,8 +26,10 @@ THREADS, PER = 256, 4  # threads per block, 16-byte vectors in flight per thread
 def _check(src: torch.Tensor, dst: torch.Tensor, src_blocks: torch.Tensor, dst_blocks: torch.Tensor) -> None:
     named = {"src": src, "dst": dst, "src_blocks": src_blocks, "dst_blocks": dst_blocks}
     for name, x in named.items():
-        check_tensor(name, x)
+        check_strided(name, x)
     for name, x in (("src", src), ("dst", dst)):
+        if x.device.type not in ("cpu", "cuda"):
+            fail(name, "a tensor on a CUDA device or in host memory", f"one on {x.device}")
         if x.dtype != torch.uint8:
             fail(name, "torch.uint8", x.dtype, TypeError)
         if x.dim() != 3 or x.shape[2] % ALIGNMENT:

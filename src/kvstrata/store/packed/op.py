@@ -18,13 +18,15 @@ from kvstrata.layout import Format
 from kvstrata.layout.blocks import check_format
 
 from . import reference
-from .arguments import Calibration, calibration_tensors, check_optional
+from .arguments import Calibration, calibration_tensors, check_optional, check_strided
 from .job import Job, check
 from .plain_rows import PlainRows, row_tensors
 from .tail_job import TailTensors
 from .tail_op import store_with_tail
 
-Tensors = tuple[torch.Tensor | None, ...]  # k, v, pages, slot_mapping, balance, centre
+Tensors = tuple[torch.Tensor | None, ...]  # as NAMES
+REQUIRED = ("k", "v", "pages", "slot_mapping")
+NAMES = (*REQUIRED, "calibration.balance", "calibration.centre")
 
 
 def _missing(backend: str, job: Job) -> str | None:
@@ -108,13 +110,17 @@ def _addresses(tensors: Tensors) -> tuple[int, ...]:
 
 def _store(tensors: Tensors, format: Format, backend: str) -> None:
     """Find or create the plan of a call, and run it."""
-    k, v, pages, slot_mapping = tensors[:4]
-    for name, x in (("k", k), ("v", v), ("pages", pages), ("slot_mapping", slot_mapping)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    k, v, pages = tensors[:3]
     check_format(format)
-    address_bits = (k.data_ptr() | v.data_ptr() | pages.data_ptr()) & 15  # type: ignore[union-attr]
-    _plans.find(tensors, format, backend, address_bits).run(tensors)
+    try:
+        address_bits = (k.data_ptr() | v.data_ptr() | pages.data_ptr()) & 15  # type: ignore[union-attr]
+        plan = _plans.find(tensors, format, backend, address_bits)
+    except (AttributeError, RuntimeError):  # no tensor, or one without an address or strides
+        for name, x in zip(NAMES, tensors, strict=True):
+            if x is not None or name in REQUIRED:
+                check_strided(name, x)  # type: ignore[arg-type]
+        raise
+    plan.run(tensors)
 
 
 def _operator(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from kvstrata.checks import fail
 from kvstrata.layout import fragments, scales
 from kvstrata.layout.fragments import Side
 from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import LARGEST_CENTRE
 
 from .job import Job
 
@@ -42,7 +44,9 @@ def _write_fields(
 
 
 def store_packed(job: Job) -> None:
-    """Store the rows of a checked call."""
+    """Store the rows of a checked call; raises ValueError for a centre beyond the range of scales."""
+    if job.centre is not None and not bool((job.centre.abs() <= LARGEST_CENTRE).all()):
+        fail("calibration.centre", f"finite numbers up to {LARGEST_CENTRE}", "other values")
     row, slot = _live(job)
     if len(row) == 0:
         return

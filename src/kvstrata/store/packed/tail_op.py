@@ -35,19 +35,24 @@ def _missing(backend: str, job: TailJob) -> str | None:
 class _Plans(PerThread[Callable[[TailTensors], None]]):
     """Launches of one thread; they write their parameters in place, so threads cannot share them."""
 
-    latest: tuple[Any, ...] | None = None  # options, address bits, guard, launch of the latest call on CUDA
+    latest: tuple[Any, ...] | None = None  # options, guard, address bits, launch of the latest call on CUDA
 
 
 _plans = _Plans()
 _is_compiling = torch.compiler.is_compiling
 
 
-def _guard_key(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]:
-    """Arguments that a guard does not cover: options, which tensors are None, and the alignment of rows."""
+def _options(tensors: TailTensors, format: Format, backend: str) -> tuple[Any, ...]:
+    """Arguments that a guard does not cover: options, and which tensors are None."""
+    return (format, backend, *(x is None for x in tensors[5:]))
+
+
+def _address_bits(tensors: TailTensors) -> int:
+    """Alignment of rows, which a guard does not cover either; only a tensor with strides has an address."""
     addresses = tensors.k.data_ptr() | tensors.v.data_ptr() | tensors.pages.data_ptr()
     for x in (tensors.tail_k, tensors.tail_v, tensors.sink_k, tensors.sink_v):
         addresses |= 0 if x is None else x.data_ptr()
-    return (format, backend, addresses & 15, *(x is None for x in tensors[5:]))
+    return addresses & 15
 
 
 def _cuda(job: TailJob) -> Callable[[TailTensors], None]:
@@ -79,12 +84,12 @@ def _run(tensors: TailTensors, format: Format, backend: str) -> None:
 
         tail_triton.store(job)
     else:
-        look = _guard_key(tensors, format, backend)
-        key = (*signature(tensors), look)
+        options, address_bits = _options(tensors, format, backend), _address_bits(tensors)
+        key = (*signature(tensors), options, address_bits)
         run = _plans.known.get(key)
         if run is None:
             run = _plans.known[key] = _cuda(job)
-        _plans.latest = (look, guard_of([x for x in tensors if x is not None]), run)
+        _plans.latest = (options, guard_of([x for x in tensors if x is not None]), address_bits, run)
         run(tensors)
 
 
@@ -118,11 +123,12 @@ def store_with_tail(tensors: TailTensors, fmt: Format, backend: str) -> None:
     """Store rows with a tail or sink rows, eagerly or through the operator."""
     plain = all(type(x) is torch.Tensor for x in tensors[:5])
     if plain and not _is_compiling() and not traced() and all(x is None or type(x) is torch.Tensor for x in tensors):
-        latest = _plans.latest
-        again = latest is not None and latest[0] == _guard_key(tensors, fmt, backend)
-        if again and latest[1](*[x for x in tensors if x is not None]):  # type: ignore[index]
-            latest[2](tensors)  # type: ignore[index]
-            return
+        if latest := _plans.latest:
+            options, guard, address_bits, run = latest
+            again = options == _options(tensors, fmt, backend) and guard(*[x for x in tensors if x is not None])
+            if again and address_bits == _address_bits(tensors):
+                run(tensors)
+                return
         _run(tensors, fmt, backend)
         return
     check_format(fmt)

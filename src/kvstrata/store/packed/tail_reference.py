@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
+from .arguments import check_starts
 from .plain_rows import split_of, tail_index
 from .tail_job import TailJob
 
@@ -21,6 +22,7 @@ def store(job: TailJob) -> None:
     copies: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []  # to, slot, index, rows
     each = len(slot) // max(job.requests, 1)
     ends = [each * i for i in range(job.requests + 1)] if job.cu_seqlens_q is None else job.cu_seqlens_q.tolist()
+    check_starts(ends, len(slot), "k")
     stored = (slot >= 0) & (slot < base.blocks.slots)
     for request, length in enumerate(job.seq_lens.tolist()):
         first, last = ends[request], ends[request + 1]
