@@ -2,7 +2,7 @@
 
 A prompt attends with the model's own function before it is stored, so its queries and keys are at hand. A few dozen
 tokens are enough: the balance is a fourth root, rounded to a power of two. The first tokens are left out if there are
-others, because the K of attention sinks is atypical. A shorter prompt uses the rows of ``q_proj`` and ``k_proj``,
+others, because the K of attention sinks is atypical. A shorter prompt uses the weights (hf/projections.py),
 assuming inputs of unit variance.
 
 The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
@@ -28,6 +28,7 @@ from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
 from kvstrata.quant.rope import mean_rotation
 
+from . import projections
 from . import rope as rope_of
 from .moments import Moments, PromptSample, channels, sums
 
@@ -252,12 +253,12 @@ def from_weights(
     """
     rope = rope if rope_of.applies(module) else ()
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
-    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
+    linears = projections.linears(module)
     given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
         return _from_weights(module, *sizes)
-    key = (*sizes, _normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
+    key = (*sizes, projections.are_normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
     known = _of_weights.get(module)
     if known is None or known[0] != key:
         with torch.inference_mode(False), torch.no_grad():
@@ -265,30 +266,21 @@ def from_weights(
     return known[1]
 
 
-def _normed(module: torch.nn.Module) -> bool:
-    """True if Q or K is normalised after its projection."""
-    names = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-    return any(getattr(module, name, None) is not None for name in names)
-
-
 def _from_weights(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    linears: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
-    if _normed(module) or (rope and is_interleaved is None):
+    if projections.are_normed(module) or (rope and is_interleaved is None):
         return None
-    if not all(isinstance(x, torch.nn.Linear) and weights.is_plain(x.weight) for x in linears):
-        return None
-    q, k = ((x.weight, x.bias) for x in linears)
-    return weights.balance_from_weights(q, k, kv_heads, dim, rope, bool(is_interleaved))
+    own = projections.of_q_and_k(module, kv_heads, dim)
+    return None if own is None else weights.balance_from_weights(*own, kv_heads, dim, rope, bool(is_interleaved))
 
 
 def centre_from_bias(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool
 ) -> torch.Tensor | None:
-    """Centre ``[kv_heads, D]`` of K: the mean of ``k_proj``'s bias over positions of the horizon; None without one."""
-    bias = getattr(getattr(module, "k_proj", None), "bias", None)
-    if not isinstance(bias, torch.Tensor):
+    """Centre ``[kv_heads, D]`` of K: its projection's bias, averaged over the horizon's positions, or None."""
+    own = projections.of_q_and_k(module, kv_heads, dim)
+    if own is None or own[1].bias is None:
         return None
     rope = rope if rope_of.applies(module) else ()
-    return weights.centre_from_bias(bias, kv_heads, dim, rope, is_interleaved)
+    return weights.centre_from_bias(own[1].bias, kv_heads, dim, rope, is_interleaved)
