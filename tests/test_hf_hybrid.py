@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_model import greedy, prompt
 from hf_zoo import logits, tiny_config, tiny_model, verdict
-from kvstrata.hf import StrataCache
-from kvstrata.hf import cache as module
+from kvstrata.hf import StrataCache, window
 from kvstrata.hf.hybrid import HybridLayer
 
 WIDE = dict(budget=0.6, dtype=torch.float32, recent_tokens=8, page_tokens=16)  # K8V8
@@ -96,7 +95,7 @@ def sharing() -> Any:
 
 def test_shared_k_and_v_are_stored_once(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four layers read what the others stored, packed: in prompts, in steps, and a few tokens at a time."""
-    monkeypatch.setattr(module, "LEAST", 16)
+    monkeypatch.setattr(window, "LEAST", 16)
     expected = logits(sharing, DynamicCache(config=sharing.config))
     cache = StrataCache(sharing.config, **WIDE)
     assert error(logits(sharing, cache), expected) < 0.02

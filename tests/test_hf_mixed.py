@@ -17,8 +17,7 @@ import test_hf_window as windows
 from hf_model import SMALL, make, prompt
 from hf_zoo import tiny_model
 from kvstrata.attention.decode import plan as plans
-from kvstrata.hf import StrataCache
-from kvstrata.hf import cache as module
+from kvstrata.hf import StrataCache, window
 
 KINDS = [dict(budget=1.0, dtype=torch.float32), dict(format="K8V8", max_tokens=128)]
 
@@ -127,7 +126,7 @@ def test_models_with_their_own_position_numbering() -> None:
 
 @pytest.mark.parametrize("modes", ["in", "ni", "iin"])
 def test_windows_in_inference_mode_and_out_of_it(modes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST", 32)
+    monkeypatch.setattr(window, "LEAST", 32)
     model, ids = windows.make("gemma3"), prompt(2, 110)
     cache, whole = (StrataCache(model.config, **windows.WIDE) for _ in range(2))
     parts = ids.split([110 - 20 * (len(modes) - 1), *[20] * (len(modes) - 1)], 1)
@@ -141,7 +140,7 @@ def test_windows_in_inference_mode_and_out_of_it(modes: str, monkeypatch: pytest
 
 
 def test_window_tails_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST", 32)
+    monkeypatch.setattr(window, "LEAST", 32)
     model, ids = windows.make("mistral-window"), prompt(1, 40)
     cache = StrataCache(model.config, **windows.WIDE)
     for part in ids.split([38, 1, 1], 1):

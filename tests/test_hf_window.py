@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, M
 
 from hf_model import FAMILIES, SIZES, greedy, prompt
 from kvstrata.hf import StrataCache, window
-from kvstrata.hf import cache as module
+from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.window import WindowLayer
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 from test_hard_models import scaled
 
 W = 48
@@ -32,7 +34,7 @@ ENDS = (60, 61, 62, 65, 90, *range(91, 110), 126, 127, 128, 129, 130)
 
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST", 32)
+    monkeypatch.setattr(window, "LEAST", 32)
 
 
 def make(name: str) -> Any:
@@ -122,6 +124,48 @@ def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(layer.centre[0], layer.centre[2])
     monkeypatch.setattr(WindowLayer, "_fix_centres", lambda self, packed: None)
     assert centred < 0.8 * run()[0]
+
+
+def calibration_of(model: Any) -> Calibration:
+    """From another text."""
+    return calibrate(model, prompt(1, 90, seed=7), "tiny")
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+def test_a_calibration_covers_windows(name: str, tmp_path: Path) -> None:
+    """Pages depend on a row's own K and V alone, also from a file."""
+    model = make(name)
+    made = calibration_of(model)
+    assert [len(made.layers), len(made.windows)] == ([0, 2] if name == "mistral-window" else [1, 1])
+    made.save(tmp_path / "calibration.safetensors")
+    read = Calibration.load(tmp_path / "calibration.safetensors")
+    assert read.model == "tiny"
+    for a, b in zip(made.windows, read.windows, strict=True):
+        assert torch.equal(a.balance, b.balance)
+        assert torch.equal(a.centre, b.centre)
+    ids, pages = prompt(2, 70), []
+    for rows in ([0], [0, 1]):
+        cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=read)
+        with torch.no_grad():
+            model(ids[rows], past_key_values=cache)
+        layer = cache.layers[0]
+        assert torch.equal(layer.balance[0], made.windows[0].balance)
+        assert torch.equal(layer.centre[-1], made.windows[0].centre)
+        pages.append(layer.pages[: layer.ring_blocks])
+    assert torch.equal(*pages)
+    cache = StrataCache(model.config, **WIDE, calibration=read)
+    assert error(logits(model, cache), logits(model, DynamicCache(config=model.config))) < 0.013
+
+
+def test_a_calibration_of_other_windows_is_refused() -> None:
+    model = make("mistral-window")
+    made = calibration_of(model)
+    with pytest.raises(ValueError, match="expected 2 layers with a sliding window, got one of tiny with 1"):
+        StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=made.windows[:1]))
+    other = LayerCalibration(torch.ones(4, 32))
+    cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=[other, other]))
+    with pytest.raises(ValueError, match=r"calibration: expected 2 KV heads and head_dim 32 .* got \(4, 32\)"):
+        model(IDS, past_key_values=cache)
 
 
 def test_bytes_are_those_of_a_window() -> None:
@@ -218,7 +262,7 @@ def test_which_windows_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch)
     model = make("gemma3")
     assert StrataCache(model.config, budget=1.0).plain_layers == {0: f"sliding window of {W}"}
     assert StrataCache(model.config, budget_bytes=1 << 22).plain_layers == {0: f"sliding window of {W}"}
-    monkeypatch.setattr(module, "LEAST", 256)
+    monkeypatch.setattr(window, "LEAST", 256)
     assert StrataCache(model.config).plain_layers == {0: f"sliding window of {W}"}
     chunked = Llama4TextConfig(**SIZES, head_dim=32, attention_chunk_size=512, num_local_experts=2)
     chunked._attn_implementation = "sdpa"

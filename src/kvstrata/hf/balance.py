@@ -125,13 +125,20 @@ def from_prompt(
         has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
     """
     k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
+    return from_squares(k_square, q_square, rope, is_interleaved, has_tiers), count
+
+
+def from_squares(
+    k_square: torch.Tensor, q_square: torch.Tensor, rope: Sequence[float], is_interleaved: bool | None, has_tiers: bool
+) -> torch.Tensor:
+    """Balance of expected squares ``[..., kv_heads, D]``, see `squares`; other arguments are those of `from_prompt`."""
     pairs = 0 if is_interleaved is None else len(rope)
     own = pair_balance(k_square, q_square, pairs, bool(is_interleaved))
     if has_tiers:
-        return own, count
+        return own
     noise = (k_square / own.square()).sum(-1) * (q_square * own.square()).sum(-1)
     gains = noise <= WORTH * k_square.sum(-1) * q_square.sum(-1)
-    return torch.where(gains.unsqueeze(-1), own, 1.0), count
+    return torch.where(gains.unsqueeze(-1), own, 1.0)
 
 
 def load_kernels(

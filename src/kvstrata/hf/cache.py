@@ -40,7 +40,7 @@ from .packed import PackedCache
 from .prompts import Prompts
 from .rope import frequencies
 from .steps import Steps
-from .window import LEAST, WindowLayer
+from .window import WindowLayer, window_of
 
 TOKENS = 2**15  # default capacity of the tables, unless a prompt or the config needs more; positions then take 2 bytes
 
@@ -161,14 +161,15 @@ class StrataCache(Columns):
 
         layers = DynamicCache(config=config).layers
         self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers that share the K and V of others
-        self._compressed = 0
+        self._compressed = windows = 0
         for place, layer in enumerate(layers):
-            window = getattr(layer, "sliding_window", None)
-            if window and isinstance(amount, float) and support.slides(text, place, layer) and window >= LEAST:
+            window = window_of(text, place, layer)
+            if window and isinstance(amount, float):
                 recent = options.get(
                     "recent_tokens", inspect.signature(TieredCache).parameters["recent_tokens"].default
                 )
-                layers[place] = WindowLayer(self, place, window, amount, recent)
+                layers[place] = WindowLayer(self, place, windows, window, amount, recent)
+                windows += 1
             elif type(layer) is LinearAttentionAndFullAttentionLayer:
                 layers[place] = HybridLayer(self, place, self._compressed, layer.number_of_states)
                 self._compressed += 1
@@ -177,6 +178,8 @@ class StrataCache(Columns):
             else:
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
+        if calibration is not None and windows:
+            calibration.check_windows(windows)
         super().__init__(layers=layers)
         support.warn_if_useless(self)
         self._check_sizes()

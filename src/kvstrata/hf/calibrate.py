@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvstrata.cache.policy.centre import CENTRE_TOKENS, centre_of
-from kvstrata.quant.calibration import Calibration, LayerCalibration, pair_balance
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from . import attention, balance
 from .cache import StrataCache
 from .hybrid import HybridLayer
 from .layer import StrataLayer
+from .rope import frequencies
+from .window import WindowLayer, window_of
 
 HORIZON = 4096  # positions over which centres are averaged
+
+
+def _statistics(call: attention.AttentionCall, rope: Sequence[float], has_tiers: bool) -> LayerCalibration:
+    """Balance and centre of a layer, from the K and Q of one call without padding."""
+    query, key = call.query, call.key
+    real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
+    turned = balance.interleaved(call.module)
+    k, q, _ = balance.squares(query, key, real, rope, turned)
+    own = balance.from_squares(k.mean(0), q.mean(0), rope, turned, has_tiers)
+    rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
+    present = torch.ones_like(rows[..., :1], dtype=torch.bool)
+    present[:, :, : balance.SINKS] = False  # attention sinks
+    horizon = torch.full((len(rows),), HORIZON, device=rows.device)
+    centre = centre_of(rows * present, present, rope, horizon).mean(0)
+    return LayerCalibration(own.cpu(), (centre / own).float().cpu())
+
+
+def _attend(layer: _Recorder | _WindowRecorder, call: attention.AttentionCall) -> torch.Tensor:
+    """The model's own attention, also for layers that share these K and V."""
+    query, key, value, mask, _, model_attention, *_ = call
+    layer.columns += query.shape[2]
+    if layer.owner.shares:
+        layer.attend_shared = lambda query, mask, model_attention, logits: model_attention(query, key, value, mask)
+    return model_attention(query, key, value, mask)
 
 
 class _Recorder(StrataLayer):
@@ -23,28 +50,23 @@ class _Recorder(StrataLayer):
     calibration = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        query, key, rope = call.query, call.key, self.owner.unfinished.rope
-        real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
-        turned = balance.interleaved(call.module)
-        k, q, _ = balance.squares(query, key, real, rope, turned)
-        pairs = 0 if turned is None else len(rope)
-        own = pair_balance(k.mean(0), q.mean(0), pairs, bool(turned))
-        rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
-        present = torch.ones_like(rows[..., :1], dtype=torch.bool)
-        present[:, :, : balance.SINKS] = False  # attention sinks
-        horizon = torch.full((len(rows),), HORIZON, device=rows.device)
-        centre = centre_of(rows * present, present, rope, horizon).mean(0)
-        self.calibration = LayerCalibration(own.cpu(), (centre / own).float().cpu())
-        self.columns += query.shape[2]
-        if self.owner.shares:
-            self.attend_shared = lambda query, mask, model_attention, logits: model_attention(
-                query, key, call.value, mask
-            )
-        return call.model_attention(query, key, call.value, call.mask)
+        self.calibration = _statistics(call, self.owner.unfinished.rope, has_tiers=True)
+        return _attend(self, call)
 
 
 class _HybridRecorder(_Recorder, HybridLayer):
     """`_Recorder` that keeps the other states of its layer."""
+
+
+class _WindowRecorder(WindowLayer):
+    """`_Recorder` of a layer with a sliding window."""
+
+    calibration = LayerCalibration()
+
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
+        self.calibration = _statistics(call, rope, has_tiers=False)
+        return _attend(self, call)
 
 
 def _recorder(layer: StrataLayer) -> _Recorder:
@@ -56,7 +78,7 @@ def _recorder(layer: StrataLayer) -> _Recorder:
 
 @torch.no_grad()
 def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
-    """Balance and centres of the layers that a `StrataCache` compresses, from one forward.
+    """Balance and centres of the layers that a `StrataCache` compresses, sliding windows included, from one forward.
 
     Args:
         model: a transformers model in eval mode.
@@ -81,7 +103,14 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     recorders = [_recorder(layer) for layer in cache.layers if isinstance(layer, StrataLayer)]
     for recorder in recorders:
         cache.layers[recorder.place] = recorder
+    windows: list[_WindowRecorder] = []
+    for place, layer in enumerate(cache.layers):
+        if window := window_of(cache._text, place, layer):
+            cache.layers[place] = _WindowRecorder(cache, place, len(windows), window, 1.0, 0)
+            windows.append(cache.layers[place])
+            del cache.plain_layers[place]
     model(ids, past_key_values=cache, use_cache=True)
     if len(cache.plain_layers) == len(cache.layers):
         raise ValueError(f"model: expected one with layers to compress, got {cache.plain_layers}")
-    return Calibration([recorder.calibration for recorder in recorders], model=name)
+    own, of_windows = ([recorder.calibration for recorder in group] for group in (recorders, windows))
+    return Calibration(own, model=name, windows=of_windows)

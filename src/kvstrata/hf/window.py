@@ -28,6 +28,7 @@ from kvstrata.attention import decode_packed
 from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import Calibration
 from kvstrata.store import store_packed
 
 from . import attention, balance, support
@@ -50,6 +51,7 @@ class Owner(Protocol):
     dtype: torch.dtype | None
     checked_window: masks.LastMask
     shares: bool
+    calibration: Calibration | None
     _text: Any
 
     def _keep_plain(self, place: int, reason: str) -> Any: ...
@@ -59,6 +61,12 @@ def choose_format(fraction: float, head_dim: int, page_tokens: int) -> Format | 
     """The widest format that takes at most ``fraction`` of 16 bit; None if there is none."""
     formats = (Format.parse(name, head_dim, page_tokens) for name in LADDER)
     return next((f for f in formats if f.bytes_per_token <= fraction * 4 * head_dim), None)
+
+
+def window_of(text: Any, place: int, layer: Any) -> int | None:
+    """Sliding window of a layer of transformers' `DynamicCache` that can be compressed, or None."""
+    window = getattr(layer, "sliding_window", None)
+    return window if window and window >= LEAST and support.slides(text, place, layer) else None
 
 
 def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
@@ -102,9 +110,13 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
     balance: torch.Tensor  # float32 [rows, kv_heads, D]
     centre: torch.Tensor  # float32 [rows, kv_heads, D]; zero until a row's first tokens are packed
 
-    def __init__(self, owner: Owner, place: int, sliding_window: int, fraction: float, recent_tokens: int) -> None:
+    def __init__(
+        self, owner: Owner, place: int, index: int, sliding_window: int, fraction: float, recent_tokens: int
+    ) -> None:
+        """``place``: among the model's layers, ``index``: among those with a compressed window."""
         super().__init__()
-        self.owner, self.place, self.sliding_window, self.fraction = owner, place, sliding_window, fraction
+        self.owner, self.place, self.index = owner, place, index
+        self.sliding_window, self.fraction = sliding_window, fraction
         self.recent_tokens = min(recent_tokens, sliding_window // 8)
         self.page_tokens = 64 if sliding_window >= 1024 else 16
         self.ring_blocks = -(-(sliding_window - self.recent_tokens + MARGIN) // self.page_tokens) + 1
@@ -123,7 +135,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.pages = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
         self.balance = self.centre = torch.empty(0, 0, 0, device="cpu")
         self.rope: list[float] = []
-        self.centres = True  # a softcap applies to complete scores: without a centre
+        self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, dim = key_states.shape
@@ -169,16 +181,13 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]``; stores K and V."""
-        query, key, value, mask, positions, model_attention, logits, module = call
+        query, key, value, mask, positions, model_attention, logits, _ = call
         rows, queries = len(query), query.shape[2]
         if rows != len(self.lengths):
             raise ValueError(f"past_key_values: expected {len(self.lengths)} rows as before, got {rows}")
         real = self._tokens_among(mask, rows, queries)
         if not self.columns:
-            self.rope = frequencies(self.owner._text, key.shape[3], "sliding_attention") or []
-            self.centres = logits.softcap is None
-            new = np.ones((rows, queries), bool) if real is None else real.cpu().numpy()
-            self.balance = _kept(balance.of_first_prompt(query, key, new, module, self.rope, has_tiers=False))
+            self._calibrate(call, real)
         if queries == 1 and self.columns and real is None:
             self._append(key, value, None)
             if self.owner.shares:
@@ -198,6 +207,28 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         out = self._prompt(query, keys, values, mask, model_attention)
         self._append(key, value, real)
         return out
+
+    def _calibrate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
+        """Fix the balance of all rows, from the calibration or the first prompt, and with a calibration the centre."""
+        query, key = call.query, call.key
+        self.rope = frequencies(self.owner._text, key.shape[3], "sliding_attention") or []
+        self.centres = call.logits.softcap is None
+        given = None if self.owner.calibration is None else self.owner.calibration.windows
+        if not given:
+            new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
+            self.balance = _kept(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
+            return
+        own = given[self.index].to(key.device)
+        if own.shape not in (None, (key.shape[1], key.shape[3])):
+            raise ValueError(
+                f"calibration: expected {key.shape[1]} KV heads and head_dim {key.shape[3]} in layers with a sliding"
+                f" window, got {own.shape}"
+            )
+        if own.balance is not None:
+            self.balance = _kept(own.balance.expand_as(self.balance))
+        if own.centre is not None and self.centres:
+            self.centre = _kept(own.centre.expand_as(self.centre))
+        self.centres = False  # no more of them
 
     # Tokens and padding
 

@@ -111,6 +111,8 @@ class Calibration:
             ``bits``; empty if not measured.
         bits: width of that rounding, 0 if not measured.
         model: name of the model, for error messages and tables.
+        windows: one `LayerCalibration` per layer with a sliding window that a `StrataCache` packs, in order; empty if
+            not measured.
 
     Raises TypeError or ValueError, naming the argument.
 
@@ -125,16 +127,21 @@ class Calibration:
     v_sensitivity: Sequence[float] = field(default=())
     bits: int = 0
     model: str = ""
+    windows: Sequence[LayerCalibration] = field(default=())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers or not all(isinstance(layer, LayerCalibration) for layer in self.layers):
+        if not self.layers and not self.windows:
             raise TypeError(f"layers: expected a LayerCalibration for each layer, got {self.layers!r}")
-        shapes = {layer.shape for layer in self.layers} - {None}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"layers: expected one (kv_heads, head_dim) in all of them, got {sorted(map(str, shapes))}"
-            )
+        for name in ("layers", "windows"):
+            own = tuple(getattr(self, name))
+            object.__setattr__(self, name, own)
+            if not all(isinstance(layer, LayerCalibration) for layer in own):
+                raise TypeError(f"{name}: expected a LayerCalibration for each layer, got {own!r}")
+            shapes = {layer.shape for layer in own} - {None}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"{name}: expected one (kv_heads, head_dim) in all of them, got {sorted(map(str, shapes))}"
+                )
         for name in ("k_sensitivity", "v_sensitivity"):
             values = tuple(float(x) for x in getattr(self, name))
             object.__setattr__(self, name, values)
@@ -164,6 +171,14 @@ class Calibration:
                 f" with {shape[0]} layers of {shape[1]} and {shape[2]}"
             )
 
+    def check_windows(self, windows: int) -> None:
+        """Raise ValueError unless it has no layers with a sliding window, or as many as a model."""
+        if len(self.windows) not in (0, windows):
+            of = f" of {self.model}" if self.model else ""
+            raise ValueError(
+                f"calibration: expected {windows} layers with a sliding window, got one{of} with {len(self.windows)}"
+            )
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file; FileNotFoundError for a missing folder."""
         from safetensors.torch import save_file
@@ -171,12 +186,14 @@ class Calibration:
         if not Path(path).parent.is_dir():
             raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
         tensors: dict[str, torch.Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            parts = {"balance": layer.balance, "centre": layer.centre}
-            tensors |= {f"{name}.{i}": x.cpu().clone() for name, x in parts.items() if x is not None}
+        for prefix, layers in (("", self.layers), ("window.", self.windows)):
+            for i, layer in enumerate(layers):
+                parts = {"balance": layer.balance, "centre": layer.centre}
+                tensors |= {f"{prefix}{name}.{i}": x.cpu().clone() for name, x in parts.items() if x is not None}
         for name, values in (("k", self.k_sensitivity), ("v", self.v_sensitivity)):
             tensors[f"sensitivity.{name}"] = torch.tensor(values, dtype=torch.float64, device="cpu")
-        numbers = {"version": VERSION, "layers": len(self.layers), "bits": self.bits}
+        counts = {"layers": len(self.layers), "windows": len(self.windows)}
+        numbers = {"version": VERSION, **counts, "bits": self.bits}
         metadata = {"kind": KIND, "model": self.model, **{name: str(n) for name, n in numbers.items()}}
         save_file(tensors, path, metadata=metadata)
 
@@ -197,22 +214,25 @@ class Calibration:
             given = f"kind {metadata.get('kind')!r}, version {metadata.get('version')!r}"
             raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {given}")
         try:
-            count = int(metadata["layers"])
-            known = {f"{name}.{i}" for name in ("balance", "centre") for i in range(count)}
+            counts = {"": int(metadata["layers"]), "window.": int(metadata.get("windows", 0))}
+            names = [[(f"{x}balance.{i}", f"{x}centre.{i}") for i in range(n)] for x, n in counts.items()]
+            known = {name for pairs in names for pair in pairs for name in pair}
             known |= {"sensitivity.k", "sensitivity.v"}
             if unknown := sorted(set(tensors) - known):
-                raise ValueError(f"tensors: expected those of {count} layers, got {unknown[0]!r}")
-            layers = [LayerCalibration(tensors.get(f"balance.{i}"), tensors.get(f"centre.{i}")) for i in range(count)]
+                raise ValueError(f"tensors: expected those of {counts['']} layers, got {unknown[0]!r}")
+            layers, windows = (
+                [LayerCalibration(*(tensors.get(name) for name in pair)) for pair in pairs] for pairs in names
+            )
             k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
-            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""))
+            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""), windows)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
         return calibration.to(device)
 
     def to(self, device: torch.device | str) -> Calibration:
         """Return a copy on a device."""
-        layers = [layer.to(device) for layer in self.layers]
-        return Calibration(layers, self.k_sensitivity, self.v_sensitivity, self.bits, self.model)
+        layers, windows = ([layer.to(device) for layer in own] for own in (self.layers, self.windows))
+        return Calibration(layers, self.k_sensitivity, self.v_sensitivity, self.bits, self.model, windows)
 
 
 def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
