@@ -105,6 +105,8 @@ def test_scaled_pairs_cost_nothing() -> None:
         errors.append(error(logits(model, cache), logits(model, DynamicCache(config=model.config))))
         assert cache.layers[0].format.name == "K4V4"
     assert errors[1] < 1.15 * errors[0]
+    without = StrataCache(model.config, **SMALL, budget=0.3, balance=False)
+    assert error(logits(model, without), logits(model, DynamicCache(config=model.config))) > 2 * errors[0]
 
 
 def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ class Owner(Protocol):
     dtype: torch.dtype | None
     checked_window: masks.LastMask
     shares: bool
+    options: dict[str, Any]
     calibration: Calibration | None
     _text: Any
 
@@ -214,6 +215,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.rope = frequencies(self.owner._text, key.shape[3], "sliding_attention") or []
         self.centres = call.logits.softcap is None
         given = None if self.owner.calibration is None else self.owner.calibration.windows
+        if not given and self.owner.options.get("balance") is False:
+            return
         if not given:
             new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
             self.balance = _kept(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
