@@ -18,6 +18,7 @@ from hf_model import FAMILIES, SIZES, greedy, prompt
 from kvstrata.hf import StrataCache, window
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.window import WindowLayer
+from kvstrata.hf.window_rows import RowCalibration
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from test_hard_models import scaled
 
@@ -122,9 +123,9 @@ def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch) ->
         return error(logits(model, cache), expected), cache.layers[0]
 
     centred, layer = run()
-    assert layer.centre.abs().amax((1, 2)).min() > 1
-    assert not torch.equal(layer.centre[0], layer.centre[2])
-    monkeypatch.setattr(WindowLayer, "_fix_centres", lambda self, packed: None)
+    assert layer.calibration.centre.abs().amax((1, 2)).min() > 1
+    assert not torch.equal(layer.calibration.centre[0], layer.calibration.centre[2])
+    monkeypatch.setattr(RowCalibration, "fix_centres", lambda *args: None)
     assert centred < 0.8 * run()[0]
 
 
@@ -151,8 +152,8 @@ def test_a_calibration_covers_windows(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             model(ids[rows], past_key_values=cache)
         layer = cache.layers[0]
-        assert torch.equal(layer.balance[0], made.windows[0].balance)
-        assert torch.equal(layer.centre[-1], made.windows[0].centre)
+        assert torch.equal(layer.calibration.balance[0], made.windows[0].balance)
+        assert torch.equal(layer.calibration.centre[-1], made.windows[0].centre)
         pages.append(layer.pages[: layer.ring_blocks])
     assert torch.equal(*pages)
     cache = StrataCache(model.config, **WIDE, calibration=read)

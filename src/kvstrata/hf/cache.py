@@ -396,7 +396,7 @@ class StrataCache(Columns):
         plain += [layer.states() for layer in self.layers if isinstance(layer, HybridLayer)]
         held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
         windows = [self.layers[place] for place in self.window_layers]
-        packed = sum(x.nbytes for layer in windows for x in vars(layer).values() if torch.is_tensor(x))
+        packed = sum(x.nbytes for layer in windows for x in layer.tensors().values())
         full = held + sum(layer.full_bytes() for layer in windows)
         own = {"plain_layers": held} | ({"window_layers": packed} if windows else {})
         if self._tiered is None:

@@ -47,10 +47,10 @@ def _attend(layer: _Recorder | _WindowRecorder, call: attention.AttentionCall) -
 class _Recorder(StrataLayer):
     """Layer that attends as the model does and records statistics of its K and Q instead of storing rows."""
 
-    calibration = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
+    statistics = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        self.calibration = _statistics(call, self.owner.unfinished.rope, has_tiers=True)
+        self.statistics = _statistics(call, self.owner.unfinished.rope, has_tiers=True)
         return _attend(self, call)
 
 
@@ -61,11 +61,11 @@ class _HybridRecorder(_Recorder, HybridLayer):
 class _WindowRecorder(WindowLayer):
     """`_Recorder` of a layer with a sliding window."""
 
-    calibration = LayerCalibration()
+    statistics = LayerCalibration()
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
-        self.calibration = _statistics(call, rope, has_tiers=False)
+        self.statistics = _statistics(call, rope, has_tiers=False)
         return _attend(self, call)
 
 
@@ -112,5 +112,5 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     model(ids, past_key_values=cache, use_cache=True)
     if len(cache.plain_layers) == len(cache.layers):
         raise ValueError(f"model: expected one with layers to compress, got {cache.plain_layers}")
-    own, of_windows = ([recorder.calibration for recorder in group] for group in (recorders, windows))
+    own, of_windows = ([recorder.statistics for recorder in group] for group in (recorders, windows))
     return Calibration(own, model=name, windows=of_windows)

@@ -6,12 +6,7 @@
 Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. All
 rows have the same number C of tail columns, right-aligned; shorter rows have padding on the left. A decode step attends
 to both parts and merges them by log-sum-exp; everything else unpacks the window and attends with the model's own
-function and mask.
-
-Each row has a balance of K, from its first prompt, and a centre, from the tokens present when its first ones are
-packed. Packed operators take one of each for all rows, so they are applied here, in front of them:
-
-    packed row = K / balance - centre         score = Q * balance · packed row + Q * balance · centre
+function and mask. K of each row has its own balance and centre (window_rows.py).
 """
 
 from __future__ import annotations
@@ -20,29 +15,27 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any, Protocol, TypeVar, cast
 
-import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvstrata.attention import decode_packed
-from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration
 from kvstrata.store import store_packed
 
-from . import attention, balance, support
+from . import attention, support
 from . import mask as masks
 from .logits import Logits
 from .owned import Owned
 from .rope import frequencies
+from .window_rows import LARGEST, RowCalibration
 
 T = TypeVar("T")
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
-LARGEST = torch.finfo(torch.float16).max
-NUMBERS = ("columns", "lengths", "packed_to", "ended", "rope", "centres")  # in a file, besides tensors
+NUMBERS, TENSORS = ("columns", "lengths", "packed_to", "ended"), ("pages", "tail_k", "tail_v")  # in a file
 
 
 class Owner(Protocol):
@@ -83,12 +76,6 @@ def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-def _kept(x: torch.Tensor) -> torch.Tensor:
-    """A copy that calls outside inference mode may use, too."""
-    with torch.inference_mode(False), torch.no_grad():
-        return x.clone()
-
-
 @lru_cache(maxsize=16)
 def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
     """Block table ``[rows, 2 * blocks]`` of rings of ``blocks`` blocks, the same for all layers and steps."""
@@ -108,8 +95,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
     pages: torch.Tensor  # uint8 [rows * ring_blocks, kv_heads, page_bytes]
     tail_k: torch.Tensor  # [rows, kv_heads, C, D]
     tail_v: torch.Tensor
-    balance: torch.Tensor  # float32 [rows, kv_heads, D]
-    centre: torch.Tensor  # float32 [rows, kv_heads, D]; zero until a row's first tokens are packed
+    calibration: RowCalibration
 
     def __init__(
         self, owner: Owner, place: int, index: int, sliding_window: int, fraction: float, recent_tokens: int
@@ -134,9 +120,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.packed_to: list[int] = []  # position after the last one that was ever packed
         self.ended: list[bool] = []  # rows whose last column is padding
         self.pages = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
-        self.balance = self.centre = torch.empty(0, 0, 0, device="cpu")
-        self.rope: list[float] = []
-        self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
+        self.calibration = RowCalibration(0, 0, 0, "cpu")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, dim = key_states.shape
@@ -147,8 +131,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         with torch.inference_mode(False):  # steps outside inference mode write to it
             self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.tail_k, self.tail_v = torch.zeros(2, rows, heads, 0, dim, dtype=dtype, device=self.device)
-        self.balance = torch.ones(rows, heads, dim, device=self.device)
-        self.centre = torch.zeros(rows, heads, dim, device=self.device)
+        self.calibration = RowCalibration(rows, heads, dim, self.device)
         self.lengths, self.packed_to, self.ended = [0] * rows, [0] * rows, [False] * rows
         self.is_initialized = True
 
@@ -210,28 +193,14 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         return out
 
     def _calibrate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
-        """Fix the balance of all rows, from the calibration or the first prompt, and with a calibration the centre."""
-        query, key = call.query, call.key
-        self.rope = frequencies(self.owner._text, key.shape[3], "sliding_attention") or []
-        self.centres = call.logits.softcap is None
-        given = None if self.owner.calibration is None else self.owner.calibration.windows
-        if not given and self.owner.options.get("balance") is False:
-            return
-        if not given:
-            new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
-            self.balance = _kept(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
-            return
-        own = given[self.index].to(key.device)
-        if own.shape not in (None, (key.shape[1], key.shape[3])):
-            raise ValueError(
-                f"calibration: expected {key.shape[1]} KV heads and head_dim {key.shape[3]} in layers with a sliding"
-                f" window, got {own.shape}"
-            )
-        if own.balance is not None:
-            self.balance = _kept(own.balance.expand_as(self.balance))
-        if own.centre is not None and self.centres:
-            self.centre = _kept(own.centre.expand_as(self.centre))
-        self.centres = False  # no more of them
+        """Fix the balance of all rows, and with a calibration the centre."""
+        own, given = self.calibration, self.owner.calibration
+        own.rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
+        own.centres = call.logits.softcap is None
+        if given is not None and given.windows:
+            own.adopt(given.windows[self.index])
+        elif self.owner.options.get("balance") is not False:
+            own.estimate(call, real)
 
     # Tokens and padding
 
@@ -276,15 +245,14 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         out, lse = self._attend_tail(q, logits)
         parts, tops = [out], [lse]
         if self.sliding_window > width and max(self.lengths) > width:
-            by_group = q.view(rows, self.balance.shape[1], -1, q.shape[-1]) * self.balance.unsqueeze(2)
+            own, of_centre = self.calibration.of_query(q)
             packed = decode_packed(
-                by_group.to(q.dtype).view_as(q), self.pages, self._table(rows), self._packed_lens(), self.format,
-                scale=logits.scale, sliding_window=self.sliding_window - width, softcap=logits.softcap, return_lse=True,
+                own, self.pages, self._table(rows), self._packed_lens(), self.format, scale=logits.scale,
+                sliding_window=self.sliding_window - width, softcap=logits.softcap, return_lse=True,
             )  # fmt: skip
             assert not isinstance(packed, torch.Tensor)
-            of_centre = (by_group * self.centre.unsqueeze(2)).sum(-1).view(rows, heads) * logits.scale
             parts.append(packed.out.float())
-            tops.append(cast(torch.Tensor, packed.lse) + of_centre)
+            tops.append(cast(torch.Tensor, packed.lse) + of_centre * logits.scale)
         if logits.sinks is not None:
             parts.append(torch.zeros_like(out))
             tops.append(logits.sinks.detach().float().expand(rows, heads))
@@ -327,14 +295,13 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         if count <= width:
             return tails[0], tails[1]
         k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
-        k = (k.unflatten(0, (rows, -1)) + self.centre[:, None, :, None, None]) * self.balance[:, None, :, None, None]
-        k = k.flatten(0, 1)
         ends = self._numbers(self.lengths).unsqueeze(1)
         position = ends - count + torch.arange(count - width, device=self.device)
         slot = position % (self.ring_blocks * self.page_tokens)
         out = []
-        for x, tail in zip((k, v), tails, strict=True):  # [rows * ring_blocks, kv_heads, 1, page_tokens, D]
-            ring = x.squeeze(2).unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3)
+        rings = [x.squeeze(2).unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3) for x in (k, v)]
+        rings[0] = self.calibration.restored(rings[0])
+        for ring, tail in zip(rings, tails, strict=True):  # [rows, kv_heads, slots, D]
             index = slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[-1])
             old = ring.gather(2, index).masked_fill((position < 0)[:, None, :, None], 0)
             out.append(torch.cat([old.to(dtype), tail], 2))
@@ -389,41 +356,26 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         position = ends - count + torch.arange(count, device=self.device)
         slot = torch.arange(rows, device=self.device).unsqueeze(1) * ring + position % ring
         slot = slot.masked_fill((position < 0) | (position < ends - ring), -1).flatten()
-        self._fix_centres(ends.squeeze(1).tolist())
-        old_k = self.tail_k[:, :, :count].float() / self.balance.unsqueeze(2) - self.centre.unsqueeze(2)
-        if self.dtype == torch.float16:
-            old_k = old_k.clamp(-LARGEST, LARGEST)
-        old = (old_k.to(self.dtype), self.tail_v[:, :, :count])
+        first = [row for row, n in enumerate(self.lengths) if n > self.recent_tokens and not self.packed_to[row]]
+        self.calibration.fix_centres(first, self.tail_k, [self.lengths[row] for row in first])
+        old = (self.calibration.packed(self.tail_k[:, :, :count]), self.tail_v[:, :, :count])
         k, v = (x.transpose(1, 2).reshape(-1, kv_heads, dim) for x in old)
         store_packed(k, v, self.pages, slot, self.format)
         self.tail_k, self.tail_v = (x[:, :, count:].contiguous() for x in (self.tail_k, self.tail_v))
         self.packed_to = [max(n - self.recent_tokens, 0, p) for n, p in zip(self.lengths, self.packed_to, strict=True)]
-
-    def _fix_centres(self, packed: list[int]) -> None:
-        """Fix the centre of rows whose first tokens are about to be packed, ``packed`` of each after it."""
-        first = [row for row, n in enumerate(packed) if n > 0 and not self.packed_to[row]]
-        if not self.centres or not first:
-            return
-        most = min(self.tail_k.shape[2], CENTRE_TOKENS)
-        rows = self.tail_k[first, :, -most:].float() / self.balance[first].unsqueeze(2)
-        counts = self._numbers([min(self.lengths[row], most) for row in first])
-        present = torch.arange(most, device=self.device) >= most - counts.view(-1, 1, 1)
-        present = present.unsqueeze(-1) & (rows.abs() <= LARGEST)
-        ahead = torch.full_like(counts, HORIZON)
-        own = centre_of(torch.where(present, rows, 0.0), present, self.rope, ahead)
-        self.centre = _kept(self.centre.index_copy(0, self._numbers(first), own))
 
     # Files
 
     def numbers(self) -> dict[str, Any]:
         """Numbers of this layer in a file, in addition to its tensors."""
         own = {name: getattr(self, name) for name in NUMBERS}
+        own |= self.calibration.numbers()
         return own | {"window": self.sliding_window, "dtype": str(self.dtype) if self.is_initialized else None}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of this layer by name."""
-        names = ("pages", "tail_k", "tail_v", "balance", "centre")
-        return {name: getattr(self, name) for name in names} if self.is_initialized else {}
+        own = {name: getattr(self, name) for name in TENSORS} | self.calibration.tensors()
+        return own if self.is_initialized else {}
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restore a layer from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
@@ -438,13 +390,10 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         shape = (rows * self.ring_blocks, heads, self.format.page_bytes)
         if tensors["pages"].shape != shape or tail.shape != tensors["tail_v"].shape or len(self.lengths) != rows:
             raise ValueError(f"window: expected pages {shape}, got {tuple(tensors['pages'].shape)}")
-        for name in ("balance", "centre"):
-            if tensors[name].shape != (rows, heads, tail.shape[-1]):
-                raise ValueError(
-                    f"window: expected {name} {rows, heads, tail.shape[-1]}, got {tuple(tensors[name].shape)}"
-                )
-        for name in ("pages", "tail_k", "tail_v", "balance", "centre"):
+        for name in TENSORS:
             setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
+        self.calibration = RowCalibration(rows, heads, tail.shape[-1], self.device)
+        self.calibration.restore(numbers, tensors)
         self.is_initialized = True
 
     # Interface of transformers' cache layers
@@ -476,7 +425,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             with torch.inference_mode(False):
                 self.pages = self.pages.unflatten(0, (-1, self.ring_blocks))[rows].flatten(0, 1)
             self.tail_k, self.tail_v = self.tail_k[rows], self.tail_v[rows]
-            self.balance, self.centre = self.balance[rows], self.centre[rows]
+            self.calibration.pick(rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._pick(beam_idx)

@@ -1,0 +1,102 @@
+"""Balance and centre of K for each row of a layer with a sliding window.
+
+    packed row = K / balance - centre         score = Q * balance · packed row + Q * balance · centre
+
+A row's balance is from its first prompt, its centre from the tokens present when its first ones are packed; both are
+fixed then. With a calibration they are the same for all rows. Packed operators take one of each for all requests, so
+both are applied here, in front of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
+from kvstrata.quant.calibration import LayerCalibration
+
+from . import attention, balance
+
+LARGEST = torch.finfo(torch.float16).max
+
+
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy that calls outside inference mode may use, too."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.clone()
+
+
+class RowCalibration:
+    """Balance and centre, float32 ``[rows, kv_heads, D]``; 1 and 0 until they are known."""
+
+    def __init__(self, rows: int, kv_heads: int, dim: int, device: torch.device | str) -> None:
+        self.balance = kept(torch.ones(rows, kv_heads, dim, device=device))
+        self.centre = torch.zeros_like(self.balance)
+        self.rope: list[float] = []
+        self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
+
+    def estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
+        """Take the balance of all rows from their first prompt; ``real`` is None without padding."""
+        query, key = call.query, call.key
+        new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
+        self.balance = kept(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
+
+    def adopt(self, given: LayerCalibration) -> None:
+        """Take both from a calibration; ValueError if that is one of other sizes."""
+        heads, dim = self.balance.shape[1:]
+        if given.shape not in (None, (heads, dim)):
+            raise ValueError(
+                f"calibration: expected {heads} KV heads and head_dim {dim} in layers with a sliding window,"
+                f" got {given.shape}"
+            )
+        own = given.to(self.balance.device)
+        if own.balance is not None:
+            self.balance = kept(own.balance.expand_as(self.balance))
+        if own.centre is not None and self.centres:
+            self.centre = kept(own.centre.expand_as(self.centre))
+        self.centres = False
+
+    def fix_centres(self, rows: list[int], key: torch.Tensor, counts: list[int]) -> None:
+        """Fix the centres of some rows from their tokens, right-aligned in ``key [all rows, kv_heads, n, D]``."""
+        if not self.centres or not rows:
+            return
+        most = min(key.shape[2], CENTRE_TOKENS)
+        k = key[rows, :, -most:].float() / self.balance[rows].unsqueeze(2)
+        index, tokens = (torch.tensor(x, device="cpu").to(k.device, non_blocking=True) for x in (rows, counts))
+        present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
+        present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
+        centre = centre_of(torch.where(present, k, 0.0), present, self.rope, torch.full_like(tokens, HORIZON))
+        self.centre = kept(self.centre.index_copy(0, index, centre))
+
+    def packed(self, key: torch.Tensor) -> torch.Tensor:
+        """K ``[rows, kv_heads, n, D]`` as it is packed, in its dtype."""
+        k = key.float() / self.balance.unsqueeze(2) - self.centre.unsqueeze(2)
+        return (k.clamp(-LARGEST, LARGEST) if key.dtype == torch.float16 else k).to(key.dtype)
+
+    def restored(self, key: torch.Tensor) -> torch.Tensor:
+        """The inverse of `packed`: float32 ``[rows, kv_heads, n, D]``."""
+        return (key + self.centre.unsqueeze(2)) * self.balance.unsqueeze(2)
+
+    def of_query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries ``[rows, heads, D]`` for packed rows, and float32 products with the centre, ``[rows, heads]``."""
+        by_group = q.unflatten(1, (self.balance.shape[1], -1)) * self.balance.unsqueeze(2)
+        return by_group.to(q.dtype).view_as(q), (by_group * self.centre.unsqueeze(2)).sum(-1).flatten(1)
+
+    def pick(self, rows: torch.Tensor) -> None:
+        self.balance, self.centre = self.balance[rows], self.centre[rows]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"balance": self.balance, "centre": self.centre}
+
+    def numbers(self) -> dict[str, Any]:
+        return {"rope": self.rope, "centres": self.centres}
+
+    def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Restore from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
+        for name, x in self.tensors().items():
+            if tensors[name].shape != x.shape:
+                raise ValueError(f"window: expected {name} {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
+        self.balance, self.centre = tensors["balance"].clone(), tensors["centre"].clone()
+        self.rope, self.centres = numbers["rope"], numbers["centres"]
