@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,9 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     """
     if ids.dim() != 2 or ids.shape[1] < balance.ENOUGH:
         raise ValueError(f"ids: expected [rows, at least {balance.ENOUGH} tokens], got shape {tuple(ids.shape)}")
-    cache = StrataCache(model.config, budget=None)
+    with warnings.catch_warnings():  # without a budget it leaves out windows, which are recorded all the same
+        warnings.filterwarnings("ignore", "StrataCache compresses no layer")
+        cache = StrataCache(model.config, budget=None)
     recorders = [_recorder(layer) for layer in cache.layers if isinstance(layer, StrataLayer)]
     for recorder in recorders:
         cache.layers[recorder.place] = recorder
