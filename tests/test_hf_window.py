@@ -39,7 +39,13 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "LEAST", 32)
 
 
-def make(name: str) -> Any:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> str:
+    """Device of a test that runs on a CPU and, where there is one, on a GPU."""
+    return request.param
+
+
+def make(name: str, where: str = "cpu") -> Any:
     torch.manual_seed(0)
     config = MistralConfig(**SIZES, head_dim=32) if name == "mistral-window" else FAMILIES[name]()
     config.sliding_window = W
@@ -50,7 +56,7 @@ def make(name: str) -> Any:
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
             if parameter.dim() == 1 and not parameter.any():
                 parameter.normal_()
-    return model
+    return model.to(where)
 
 
 @torch.no_grad()
@@ -58,9 +64,9 @@ def logits(model: Any, cache: Any, ends: tuple[int, ...] = ENDS) -> torch.Tensor
     """Of all tokens, ``[tokens, vocabulary]``."""
     out, begin = [], 0
     for end in ends:
-        mask = MASK[:, :end]
+        ids, mask = IDS[:, begin:end].to(model.device), MASK[:, :end].to(model.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:]
-        given = model(IDS[:, begin:end], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        given = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
         out.append(given[mask[:, begin:].bool()])
         begin = end
     return torch.cat(out)
@@ -71,9 +77,9 @@ def error(given: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_close_to_dynamic_cache(name: str) -> None:
+def test_logits_are_close_to_dynamic_cache(name: str, where: str) -> None:
     """Beyond the window, with left padding, steps and chunks; at K8V8 an error of rounding."""
-    model = make(name)
+    model = make(name, where)
     cache = StrataCache(model.config, **WIDE)
     expected = logits(model, DynamicCache(config=model.config))
     assert error(logits(model, cache), expected) < 0.013
@@ -98,11 +104,11 @@ def test_wrong_windows_and_low_bits_exceed_the_tolerance(monkeypatch: pytest.Mon
     assert error(logits(model, few), expected) > 0.05
 
 
-def test_scaled_pairs_cost_nothing() -> None:
+def test_scaled_pairs_cost_nothing(where: str) -> None:
     """A model with the same function and large channels of K, at K4V4."""
-    easy = make("mistral-window")
-    errors = []
-    for model in (easy, scaled(easy)):
+    easy, errors = make("mistral-window"), []
+    hard = scaled(easy)
+    for model in (easy.to(where), hard.to(where)):
         cache = StrataCache(model.config, **SMALL, budget=0.3)
         errors.append(error(logits(model, cache), logits(model, DynamicCache(config=model.config))))
         assert cache.layers[0].format.name == "K4V4"
@@ -111,12 +117,12 @@ def test_scaled_pairs_cost_nothing() -> None:
     assert error(logits(model, without), logits(model, DynamicCache(config=model.config))) > 2 * errors[0]
 
 
-def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("mistral-window")
+def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    model = make("mistral-window", where)
     for layer in model.model.layers:
         bias = torch.zeros(2, 32)
         bias[:, [14, 15, 30, 31]] = 20.0  # pairs that hardly turn: the same score for all tokens
-        layer.self_attn.k_proj.bias = torch.nn.Parameter(bias.flatten())
+        layer.self_attn.k_proj.bias = torch.nn.Parameter(bias.flatten().to(where))
     expected = logits(model, DynamicCache(config=model.config))
 
     def run() -> tuple[float, WindowLayer]:
@@ -134,29 +140,29 @@ def calibration_of(model: Any) -> Calibration:
     """From another text, without a warning that nothing is compressed."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return calibrate(model, prompt(1, 90, seed=7), "tiny")
+        return calibrate(model, prompt(1, 90, seed=7).to(model.device), "tiny")
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
-def test_a_calibration_covers_windows(name: str, tmp_path: Path) -> None:
+def test_a_calibration_covers_windows(name: str, tmp_path: Path, where: str) -> None:
     """Pages depend on a row's own K and V alone, also from a file."""
-    model = make(name)
+    model = make(name, where)
     made = calibration_of(model)
     assert [len(made.layers), len(made.windows)] == ([0, 2] if name == "mistral-window" else [1, 1])
     made.save(tmp_path / "calibration.safetensors")
     read = Calibration.load(tmp_path / "calibration.safetensors")
     assert read.model == "tiny"
     for a, b in zip(made.windows, read.windows, strict=True):
-        assert torch.equal(a.balance, b.balance)
-        assert torch.equal(a.centre, b.centre)
-    ids, pages = prompt(2, 70), []
+        assert torch.equal(a.balance.cpu(), b.balance)
+        assert torch.equal(a.centre.cpu(), b.centre)
+    ids, pages = prompt(2, 70).to(where), []
     for rows in ([0], [0, 1]):
         cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=read)
         with torch.no_grad():
             model(ids[rows], past_key_values=cache)
         layer = cache.layers[0]
-        assert torch.equal(layer.calibration.balance[0], made.windows[0].balance)
-        assert torch.equal(layer.calibration.centre[-1], made.windows[0].centre)
+        assert torch.equal(layer.calibration.balance[0].cpu(), made.windows[0].balance.cpu())
+        assert torch.equal(layer.calibration.centre[-1].cpu(), made.windows[0].centre.cpu())
         pages.append(layer.pages[: layer.ring_blocks])
     assert torch.equal(*pages)
     cache = StrataCache(model.config, **WIDE, calibration=read)
@@ -174,12 +180,12 @@ def test_a_calibration_of_other_windows_is_refused() -> None:
         model(IDS, past_key_values=cache)
 
 
-def test_bytes_are_those_of_a_window() -> None:
-    model = make("mistral-window")
+def test_bytes_are_those_of_a_window(where: str) -> None:
+    model = make("mistral-window", where)
     cache, taken = StrataCache(model.config, **SMALL, budget=0.25), []
     with torch.no_grad():
         for turn in range(6):
-            model(prompt(2, 64, seed=turn), past_key_values=cache)
+            model(prompt(2, 64, seed=turn).to(where), past_key_values=cache)
             taken.append(cache.memory())
     assert {memory.kinds["window_layers"] for memory in taken} == {taken[0].total}
     assert taken[-1].full == 2 * 2 * (W - 1) * 2 * 4 * 32  # layers, rows, tokens, heads, K and V of 16 bit, D
@@ -193,8 +199,8 @@ def test_one_format_by_the_budget() -> None:
     assert [None if x is None else x.name for x in names.values()] == ["K8V8", "K8V4", "K4V4", "K4V3", "K2V2", None]
 
 
-def test_rows_are_reordered_repeated_and_selected() -> None:
-    model = make("gemma3")
+def test_rows_are_reordered_repeated_and_selected(where: str) -> None:
+    model = make("gemma3", where)
     cache = StrataCache(model.config, **WIDE, max_batch=6)
     logits(model, cache, ENDS[:9])
     layer = next(layer for layer in cache.layers if isinstance(layer, WindowLayer))
@@ -206,16 +212,16 @@ def test_rows_are_reordered_repeated_and_selected() -> None:
     assert all(torch.equal(given, x[rows]) for given, x in zip(layer._past(W - 1, torch.float32), (k, v), strict=True))
     cache.reset()
     with torch.no_grad():
-        assert torch.isfinite(model(IDS[:2, :60], past_key_values=cache).logits).all()
+        assert torch.isfinite(model(IDS[:2, :60].to(where), past_key_values=cache).logits).all()
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
-def test_files_and_copies_continue(name: str, tmp_path: Path) -> None:
-    model, ids = make(name), prompt(2, 70)
+def test_files_and_copies_continue(name: str, tmp_path: Path, where: str) -> None:
+    model, ids = make(name, where), prompt(2, 70).to(where)
     cache = StrataCache(model.config, **SMALL, budget=0.3)
     tokens = greedy(model, ids, cache, new=5)
     cache.save(tmp_path / "a.safetensors")
-    twins = [StrataCache.load(model.config, tmp_path / "a.safetensors"), copy.deepcopy(cache)]
+    twins = [StrataCache.load(model.config, tmp_path / "a.safetensors", where), copy.deepcopy(cache)]
     expected = greedy(model, tokens, cache, new=20)
     assert all(torch.equal(greedy(model, tokens, twin, new=20), expected) for twin in twins)
     model.config.sliding_window = W + 16
@@ -223,8 +229,8 @@ def test_files_and_copies_continue(name: str, tmp_path: Path) -> None:
         StrataCache.load(model.config, tmp_path / "a.safetensors")
 
 
-def test_crop_rolls_back_tokens() -> None:
-    model, ids = make("mistral-window"), prompt(2, 120)
+def test_crop_rolls_back_tokens(where: str) -> None:
+    model, ids = make("mistral-window", where), prompt(2, 120).to(where)
     cache = StrataCache(model.config, **WIDE)
     with torch.no_grad():
         model(ids[:, :80], past_key_values=cache)
@@ -233,33 +239,33 @@ def test_crop_rolls_back_tokens() -> None:
         assert cache.get_seq_length() == 80
         again = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(80, 100)]
         torch.testing.assert_close(again, first, atol=0.1, rtol=0.01)  # tokens that were packed stay packed
-        model(prompt(2, 80, seed=3), past_key_values=cache)
+        model(prompt(2, 80, seed=3).to(where), past_key_values=cache)
         with pytest.raises(RuntimeError, match=r"crop: expected at most 32 columns .* got 90"):
             cache.crop(-90)
     assert cache.get_seq_length() == 180
 
 
-def test_prompt_lookup_equals_dynamic_cache() -> None:
+def test_prompt_lookup_equals_dynamic_cache(where: str) -> None:
     """At K8V8 the tokens of this model are those of DynamicCache, with drafts that are taken back."""
-    model, ids = make("gemma3"), torch.cat([prompt(1, 40, seed=4)] * 2, 1)
+    model, ids = make("gemma3", where), torch.cat([prompt(1, 40, seed=4)] * 2, 1).to(where)
     options = dict(prompt_lookup_num_tokens=5, new=16)
     assert torch.equal(greedy(model, ids, StrataCache(model.config, **WIDE), **options), greedy(model, ids, **options))
 
 
-def test_errors_instead_of_wrong_windows() -> None:
-    model, ids = make("mistral-window"), prompt(2, 60)
-    cache, mask = StrataCache(model.config, **WIDE), torch.ones(2, 60, dtype=torch.long)
+def test_errors_instead_of_wrong_windows(where: str) -> None:
+    model, ids = make("mistral-window", where), prompt(2, 60).to(where)
+    cache, mask = StrataCache(model.config, **WIDE), torch.ones(2, 60, dtype=torch.long, device=where)
     mask[1, 50:] = 0
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
-        after = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        after = torch.cat([mask, torch.ones(2, 1, dtype=torch.long, device=where)], 1)
         with pytest.raises(NotImplementedError, match=r"expected padding on the left .* got row 1"):
             model(ids[:, :1], attention_mask=after, past_key_values=cache)
-        other = torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+        other = torch.ones(1, 1, 60, 60, dtype=torch.bool, device=where).tril()
         with pytest.raises(NotImplementedError, match="attention_mask: expected causal order"):
             model(ids, attention_mask=other, past_key_values=StrataCache(model.config, **WIDE))
         cache.reset()
-        model(prompt(3, 20), past_key_values=cache)
+        model(prompt(3, 20).to(where), past_key_values=cache)
         with pytest.raises(ValueError, match="3 rows as before, got 2"):
             model(ids, past_key_values=cache)
 
