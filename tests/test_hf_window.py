@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, MistralConfig
 
 from hf_model import FAMILIES, SIZES, greedy, prompt
-from kvstrata.hf import StrataCache, window
+from kvstrata.hf import StrataCache, window, window_step
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.window import WindowLayer
 from kvstrata.hf.window_rows import RowCalibration
@@ -91,15 +91,15 @@ def test_wrong_windows_and_low_bits_exceed_the_tolerance(monkeypatch: pytest.Mon
     """One token more or less in the window is more than the error allowed above."""
     model = make("mistral-window")
     expected = logits(model, DynamicCache(config=model.config))
-    decode = window.decode_packed
+    decode = window_step.decode_packed
     for by in (-1, 1):
 
         def other(*args: Any, sliding_window: int, by: int = by, **kwargs: Any) -> Any:
             return decode(*args, sliding_window=sliding_window + by, **kwargs)
 
-        monkeypatch.setattr(window, "decode_packed", other)
+        monkeypatch.setattr(window_step, "decode_packed", other)
         assert error(logits(model, StrataCache(model.config, **WIDE)), expected) > 0.026
-    monkeypatch.setattr(window, "decode_packed", decode)
+    monkeypatch.setattr(window_step, "decode_packed", decode)
     few = StrataCache(model.config, **SMALL, budget=0.23, tiers=["K2V2"])
     assert error(logits(model, few), expected) > 0.05
 
@@ -189,7 +189,7 @@ def test_bytes_are_those_of_a_window(where: str) -> None:
             taken.append(cache.memory())
     assert {memory.kinds["window_layers"] for memory in taken} == {taken[0].total}
     assert taken[-1].full == 2 * 2 * (W - 1) * 2 * 4 * 32  # layers, rows, tokens, heads, K and V of 16 bit, D
-    assert {tuple(layer.pages.shape) for layer in cache.layers} == {(2 * 6, 2, cache.layers[0].format.page_bytes)}
+    assert {tuple(layer.pages.shape) for layer in cache.layers} == {(2 * 5, 2, cache.layers[0].format.page_bytes)}
     assert cache.get_seq_length() == 384
     assert repr(cache) == "StrataCache(0 layers and 2 of sliding windows, budget=0.25)"
 
@@ -227,6 +227,71 @@ def test_files_and_copies_continue(name: str, tmp_path: Path, where: str) -> Non
     model.config.sliding_window = W + 16
     with pytest.raises(ValueError, match="expected a StrataCache of this model"):
         StrataCache.load(model.config, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("given", [dict(capture=True), dict(compile=True)], ids=["captured", "compiled"])
+def test_steps_are_those_of_eager_forwards(name: str, given: dict[str, bool], where: str) -> None:
+    """Captured steps across the edges of tail and window, with padded rows, a crop and other rows in between."""
+    if given.get("compile") and (where == "cpu" or name == "gpt-oss"):
+        pytest.skip("the fullgraph trace of a compiled step is in test_compiled_steps_have_no_graph_break")
+    model, runs = make(name, where), []
+    for options in (dict(capture=False), given):
+        cache = StrataCache(model.config, **SMALL, budget=0.3, max_batch=4, **options)
+        out = [logits(model, cache)]
+        cache.crop(-7)
+        cache.reorder_cache(torch.tensor([2, 1, 1], device=where))
+        with torch.no_grad():
+            for column in range(123, 140):
+                mask = torch.cat([MASK[[2, 1, 1]], torch.ones(3, 10, dtype=torch.long)], 1)[:, : column + 1].to(where)
+                positions = (mask.cumsum(1) - 1)[:, -1:]
+                ids = prompt(3, 1, seed=column).to(where)
+                step = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                out.append(step.logits[:, 0])
+        runs.append(torch.cat(out))
+        words = dict(capture=" as a CUDA graph" if where == "cuda" else " as if captured", compile="compiled")
+        assert all(words[key] in f" {cache.decoding}" for key in options if options[key]), cache.decoding
+    assert torch.equal(*runs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+def test_compiled_steps_have_no_graph_break(name: str, where: str) -> None:
+    model, ids = make(name, where), prompt(2, 80).to(where)
+    runs = []
+    for options in (dict(capture=False), dict(compile=True, capture=False)):
+        cache = StrataCache(model.config, **SMALL, budget=0.3, **options)
+        out = [model(ids[:, :60], past_key_values=cache).logits[:, -1]]
+        out += [model(ids[:, i : i + 1], past_key_values=cache).logits[:, 0] for i in range(60, 80)]
+        runs.append(torch.stack(out))
+    assert cache.decoding == "compiled"
+    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-3)
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+def test_a_step_that_fails_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model fails behind its window layers; the same step again gives what it would have given."""
+    model, ids = make(name), prompt(2, 80)
+    caches = [StrataCache(model.config, **SMALL, budget=0.3, capture=capture) for capture in (False, True)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :70], past_key_values=cache)
+            model(ids[:, 70:71], past_key_values=cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(model.lm_head, "forward", _out_of_memory)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(ids[:, 71:72], past_key_values=caches[1])
+        assert caches[1].get_seq_length() == 71
+        for i in range(71, 80):
+            expected, given = (model(ids[:, i : i + 1], past_key_values=cache).logits for cache in caches)
+            if name == "mistral-window":  # undoing a step of tiers may settle at another length
+                assert torch.equal(given, expected)
+        ends = [cache.layers[0] for cache in caches]
+        assert all(torch.equal(*(getattr(layer, x) for layer in ends)) for x in ("pages", "tail_k", "tail_v"))
 
 
 def test_crop_rolls_back_tokens(where: str) -> None:

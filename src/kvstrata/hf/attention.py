@@ -205,7 +205,7 @@ def _step(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a step made of operators only; traced by dynamo."""
-    _check(base, module, query.shape[2], attention_mask, options)
+    _check(base, module, query.shape[2], attention_mask, options, getattr(key.layer, "sliding_window", None))
     return key.layer.step(query, key.rows, value.rows, attention_mask, _logits(query, options)), None
 
 

@@ -264,8 +264,6 @@ class StrataCache(Columns):
         """Reason why a decode step needs the host in some layers and cannot be captured, or None."""
         if self.plain_layers:
             return "some layers are not compressed"
-        if self.window_layers:
-            return "some layers have a sliding window"
         if any(isinstance(layer, HybridLayer) for layer in self.layers):
             return "some layers have states in addition to K and V"
         return "layers share K and V" if self.shares else None
@@ -418,7 +416,8 @@ class StrataCache(Columns):
         """Mode of decode steps: eager, compiled or captured, and the reason if they are eager."""
         if self.eager_only:
             return f"eager: {self.eager_only}"
-        return self.forward.describe(torch.device("cpu") if self._unfinished is None else self._unfinished.device)
+        devices = [layer.device for layer in self.layers if layer.is_initialized]
+        return self.forward.describe(devices[0] if devices else torch.device("cpu"))
 
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""

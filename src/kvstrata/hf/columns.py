@@ -22,6 +22,7 @@ from .layer import StrataLayer
 from .owned import adopt
 from .prompts import Prompts
 from .steps import Steps
+from .window import WindowLayer
 
 
 class Columns(Cache):
@@ -80,7 +81,7 @@ class Columns(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch, 0 before the first token."""
-        return len(self._real)
+        return len(self._real) or max((layer.rows for layer in self._windows()), default=0)
 
     def _tokens_among(
         self, start: int, mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, queries: int
@@ -145,24 +146,36 @@ class Columns(Cache):
             return self.steps.is_open
         self._undo_step()
         layers = self._strata()
-        if len(layers) < self.tiered.layers or not self.is_even:
+        if len(layers) < self.tiered.layers or len({layer.columns for layer in layers}) > 1:
             return False
         start = layers[0].columns
         try:
             if self._tokens_among(start, mask, positions, rows, 1) is not None:
                 return False
-            self.advance()
+            self._make_room()
         except Exception:
             self._forget(start)
             raise
         return True
 
     def advance(self) -> None:
-        """Host part of a decode step: make room for one token of every row in all layers.
+        """Host part of a decode step whose forward contains operators only: room for one token of every row.
 
         Mutates the cache; `end_step` counts the column when all layers have been written. This cannot be captured, the
-        forward after it can. Raises what `TieredCache.advance` raises, leaving the cache unchanged.
+        forward after it can. Raises what `TieredCache.advance` and `WindowLayer.begin_step` raise, leaving the cache
+        unchanged.
         """
+        self._undo_step()
+        windows, has_tiers = self._windows(), bool(self._strata())
+        for layer in windows:
+            layer.begin_step()
+        if has_tiers:
+            self._make_room()
+        if windows:
+            self.steps.begin_windows(windows, alone=not has_tiers)
+
+    def _make_room(self) -> None:
+        """Make room for one token of every row in the layers of the TieredCache."""
         self._undo_step()
         layers = self._strata()
         start = layers[0].columns
@@ -178,6 +191,9 @@ class Columns(Cache):
         self.steps.is_open = False
         for layer in self._strata():
             layer.columns = self._real.shape[1]
+        for window in self.steps.windows:
+            window.end_step()
+        self.steps.windows = []
 
     def end_forward(self) -> None:
         """A forward that was no step has returned; its layers have counted their columns."""
@@ -189,14 +205,13 @@ class Columns(Cache):
     @property
     def is_even(self) -> bool:
         """True if all compressed layers have the same columns; False for a model with fewer layers than its config."""
-        layers = self._strata()
-        return all(layer.columns == layers[0].columns for layer in layers)
+        return len({layer.columns for layers in (self._strata(), self._windows()) for layer in layers}) < 2
 
     def _undo_step(self) -> None:
         """Drop the tokens of a step whose forward raised an error before all layers had them."""
         if not self.steps.is_open:
             return
-        self.steps.is_open = False
+        self.steps.is_open, self.steps.windows = False, []
         self._real = self._real[:, : self._strata()[0].columns]
         tiered = self.tiered
         nothing = torch.zeros(self.rows, tiered.kv_heads, tiered.head_dim, dtype=tiered.dtype, device=tiered.device)
@@ -211,6 +226,8 @@ class Columns(Cache):
         Raises nothing: any other mask is left to an ordinary forward.
         """
         self._undo_step()
+        if not self._strata():
+            return self._windows()[0].matches(mask)
         rows, columns = self._real.shape
         if mask.dim() != 2 or mask.shape != (rows, columns + 1):
             return False
@@ -223,6 +240,9 @@ class Columns(Cache):
 
     def _strata(self) -> list[StrataLayer]:
         return [layer for layer in self.layers if isinstance(layer, StrataLayer)]
+
+    def _windows(self) -> list[WindowLayer]:
+        return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     def _flush(self) -> None:
         self._undo_step()

@@ -66,10 +66,12 @@ class Steps:
     def forget(self) -> None:
         """Forget the cache; the next step creates a plan for the one it is given."""
         self.tiered: TieredCache | None = None
-        self.plan: kvstrata.DecodePlan | None = None
+        self.plan: Any = None  # DecodePlan, or the StepSlots of a model with sliding windows only
         self.layers: dict[int, Any] = {}  # on the CPU: compiled steps of the plan's layers
         self.state: torch.Tensor | None = None
         self.mask: torch.Tensor | None = None  # bool [rows, columns or more]: padding so far, True beyond
+        self.windows: list[Any] = []  # layers with a sliding window, in a step
+        self.slots: dict[Any, Any] = {}  # where their tokens go, by geometry: window_step.py
         self.is_open = False  # room was made, but not all layers are written yet
         self.ahead = False  # the running forward contains operators only
 
@@ -77,14 +79,26 @@ class Steps:
         """Make room for one token of every row in all layers; raises what `TieredCache.advance` raises."""
         tiered.advance()
         if self.tiered is not tiered:
-            with torch.inference_mode(False):
-                self.state = torch.zeros(1, dtype=torch.int32, device=tiered.device)
+            self._put_state(tiered.device)
             self.tiered, self.plan = tiered, None
         self.is_open = True
 
-    def has_plan(self, plan: kvstrata.DecodePlan | None) -> bool:
+    def begin_windows(self, layers: list[Any], alone: bool) -> None:
+        """Begin a step of layers with a sliding window; ``alone``: the model has no others."""
+        self.windows = layers
+        if alone and self.plan is not layers[0].slots:
+            self._put_state(layers[0].device)
+            self.plan = layers[0].slots  # what a graph of these layers reads
+
+    def _put_state(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.state = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def has_plan(self, plan: Any) -> bool:
         """True if the next step uses ``plan``."""
-        return plan is not None and plan is self.plan and plan.cache is self.tiered and self._serves(plan)
+        if plan is None or plan is not self.plan:
+            return False
+        return self.tiered is None or (plan.cache is self.tiered and self._serves(plan))
 
     def _serves(self, plan: kvstrata.DecodePlan) -> bool:
         return self.tiered is not None and plan.requests == self.tiered.requests
@@ -137,21 +151,27 @@ def stored_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows
 
 
+def running(operator: str) -> Steps:
+    """Steps of the cache whose forward is running in this thread; RuntimeError outside one."""
+    steps = getattr(_running, "steps", None)
+    if steps is None:
+        raise RuntimeError(f"{operator}: expected to run in the forward of a StrataCache, got a call outside one")
+    return steps
+
+
+# CUDA graphs captured by others would replay the device part without the host part.
+TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _library = torch.library.Library("kvstrata", "FRAGMENT")
 _library.define(
     "strata_decode(Tensor query, Tensor key, Tensor value, Tensor(a!) state, int layer, float scale,"
     " float? softcap, Tensor? sinks) -> Tensor",
-    # CUDA graphs captured by others would replay the device part without the host part.
-    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+    tags=TAGS,
 )
 
 
 def _operator(query: Any, key: Any, value: Any, state: Any, layer: int, scale: float, softcap: Any,
               sinks: Any) -> torch.Tensor:  # fmt: skip
-    steps = getattr(_running, "steps", None)
-    if steps is None:
-        raise RuntimeError("strata_decode: expected to run in the forward of a StrataCache, got a call outside one")
-    return steps.decode(layer, query, key, value, Logits(scale, softcap, sinks))
+    return running("strata_decode").decode(layer, query, key, value, Logits(scale, softcap, sinks))
 
 
 _library.impl("strata_decode", _operator, "CompositeExplicitAutograd")

@@ -1,24 +1,23 @@
-"""A layer with a sliding window: a 16-bit tail, and a ring of packed pages for the rest of the window.
+"""A layer with a sliding window: a ring of 16-bit rows for the newest tokens, and a ring of packed pages for the rest.
 
-    positions of a row   0 ......... n - W - MARGIN ......................... n - C ............ n
-                           gone     | packed pages, slot = position mod ring | tail, 16 bit     |
+    positions of a row   0 ........ n - W - MARGIN ........................ n - C ............ n
+                          gone    | packed pages, slot = position mod ring | tail, position mod C + 1     |
 
-Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. All
-rows have the same number C of tail columns, right-aligned; shorter rows have padding on the left. A decode step attends
-to both parts and merges them by log-sum-exp; everything else unpacks the window and attends with the model's own
-function and mask. K of each row has its own balance and centre (window_rows.py).
+Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. A
+decode step moves one token from the tail to the pages and attends to both (window_step.py). Everything else unpacks the
+window and attends with the model's own function and mask. K of each row has its own balance and centre
+(window_rows.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from typing import Any, Protocol, TypeVar, cast
+from functools import wraps
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from kvstrata.attention import decode_packed
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration
@@ -26,16 +25,20 @@ from kvstrata.store import store_packed
 
 from . import attention, support
 from . import mask as masks
+from .forward import Forward
 from .logits import Logits
 from .owned import Owned
 from .rope import frequencies
-from .window_rows import LARGEST, RowCalibration
+from .steps import Steps
+from .window_counts import Geometry, RowCounts, StepSlots
+from .window_rows import RowCalibration, picked
+from .window_step import in_dtype, read, store, strata_window
 
 T = TypeVar("T")
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
-NUMBERS, TENSORS = ("columns", "lengths", "packed_to", "ended"), ("pages", "tail_k", "tail_v")  # in a file
+TENSORS = ("pages", "tail_k", "tail_v")  # in a file
 
 
 class Owner(Protocol):
@@ -46,6 +49,8 @@ class Owner(Protocol):
     shares: bool
     options: dict[str, Any]
     calibration: Calibration | None
+    steps: Steps
+    forward: Forward
     _text: Any
 
     def _keep_plain(self, place: int, reason: str) -> Any: ...
@@ -76,16 +81,8 @@ def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-@lru_cache(maxsize=16)
-def _ring_table(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
-    """Block table ``[rows, 2 * blocks]`` of rings of ``blocks`` blocks, the same for all layers and steps."""
-    with torch.inference_mode(False):
-        block = torch.arange(2 * blocks, device=device) % blocks
-        return (torch.arange(rows, device=device).unsqueeze(1) * blocks + block).int()
-
-
 class WindowLayer(Owned[Owner], CacheLayerMixin):
-    """Packed pages of one window; ``columns`` is the length as transformers counts it, padding included."""
+    """Tail and pages of one window; ``columns`` is the length as transformers counts it, padding included."""
 
     is_sliding = True
     is_compileable = False
@@ -93,9 +90,11 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     format: Format  # set with the first token, like the tensors
     pages: torch.Tensor  # uint8 [rows * ring_blocks, kv_heads, page_bytes]
-    tail_k: torch.Tensor  # [rows, kv_heads, C, D]
+    table: torch.Tensor  # int32 [rows, 2 * ring_blocks]: block table, two turns of the ring
+    tail_k: torch.Tensor  # [rows, kv_heads, recent_tokens + 1, D]
     tail_v: torch.Tensor
     calibration: RowCalibration
+    slots: StepSlots  # of the last step
 
     def __init__(
         self, owner: Owner, place: int, index: int, sliding_window: int, fraction: float, recent_tokens: int
@@ -104,11 +103,16 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         super().__init__()
         self.owner, self.place, self.index = owner, place, index
         self.sliding_window, self.fraction = sliding_window, fraction
-        self.recent_tokens = min(recent_tokens, sliding_window // 8)
+        self.recent_tokens = max(min(recent_tokens, sliding_window // 8), 1)
         self.page_tokens = 64 if sliding_window >= 1024 else 16
-        self.ring_blocks = -(-(sliding_window - self.recent_tokens + MARGIN) // self.page_tokens) + 1
+        self.ring_blocks = -(-(sliding_window - self.recent_tokens + MARGIN) // self.page_tokens)
+        self.ring = self.ring_blocks * self.page_tokens
         self.attend_shared: attention.AttendShared | None = None
         self.reset()
+
+    @property
+    def rows(self) -> int:
+        return len(self.counts.lengths)
 
     def plain(self) -> DynamicSlidingWindowLayer:
         """transformers' own layer, to replace this one."""
@@ -116,10 +120,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     def reset(self) -> None:
         self.columns, self.is_initialized = 0, False
-        self.lengths: list[int] = []  # tokens of each row
-        self.packed_to: list[int] = []  # position after the last one that was ever packed
-        self.ended: list[bool] = []  # rows whose last column is padding
-        self.pages = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
+        self.counts = RowCounts.empty(0)
+        self.pages = self.table = self.tail_k = self.tail_v = torch.empty(0, 0, 0, 0, device="cpu")
         self.calibration = RowCalibration(0, 0, 0, "cpu")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -127,13 +129,22 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         dtype = self.owner.dtype or (torch.float16 if key_states.dtype == torch.float32 else key_states.dtype)
         self.dtype, self.device = dtype, key_states.device
         self.format = self._format(dim)
-        size = (rows * self.ring_blocks, heads, self.format.page_bytes)
-        with torch.inference_mode(False):  # steps outside inference mode write to it
+        with torch.inference_mode(False):  # steps outside inference mode write to them
+            size = (rows * self.ring_blocks, heads, self.format.page_bytes)
             self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self.tail_k, self.tail_v = torch.zeros(2, rows, heads, 0, dim, dtype=dtype, device=self.device)
+            self.tail_k, self.tail_v = (
+                torch.zeros(rows, heads, self.recent_tokens + 1, dim, dtype=dtype, device=self.device) for _ in range(2)
+            )
+        self.table = self._ring_table(rows)
         self.calibration = RowCalibration(rows, heads, dim, self.device)
-        self.lengths, self.packed_to, self.ended = [0] * rows, [0] * rows, [False] * rows
+        self.counts = RowCounts.empty(rows)
         self.is_initialized = True
+
+    def _ring_table(self, rows: int) -> torch.Tensor:
+        block = torch.arange(2 * self.ring_blocks) % self.ring_blocks
+        table = torch.arange(rows).unsqueeze(1) * self.ring_blocks + block
+        with torch.inference_mode(False):
+            return table.to(self.device, torch.int32, copy=True)
 
     def _format(self, head_dim: int) -> Format:
         """Format of the pages; raises ValueError if none fits the budget."""
@@ -150,9 +161,14 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             return f"a budget of {self.fraction}, less than {LADDER[-1]} of {key.shape[-1]} values takes"
         return None
 
-    @torch.compiler.disable  # graph break: the cache runs eagerly
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Wrap the new rows for `attend`; a layer whose shape cannot be packed is replaced by a plain one here."""
+        if self.owner.steps.ahead:
+            return attention.Ready(self, key_states), attention.Ready(self, value_states)
+        return self._update(key_states, value_states, *args, **kwargs)
+
+    @torch.compiler.disable  # graph break: the cache runs eagerly
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention.connect(self.owner)
         if not self.is_initialized:
             if reason := self.misfit(key_states, value_states):
@@ -163,20 +179,34 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             support.check_shape(key_states, self.tail_k.shape[1], self.tail_k.shape[3])
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        logits: Logits,
+    ) -> torch.Tensor:
+        """`attend` in a step made of operators only, whose mask hides nothing."""
+        return strata_window(self.owner.steps, self.index, query, key, value, logits)
+
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]``; stores K and V."""
         query, key, value, mask, positions, model_attention, logits, _ = call
         rows, queries = len(query), query.shape[2]
-        if rows != len(self.lengths):
-            raise ValueError(f"past_key_values: expected {len(self.lengths)} rows as before, got {rows}")
+        if rows != self.rows:
+            raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
         real = self._tokens_among(mask, rows, queries)
         if not self.columns:
             self._calibrate(call, real)
         if queries == 1 and self.columns and real is None:
-            self._append(key, value, None)
+            self.begin_step()
+            out = self.decode(query, key, value, logits)
             if self.owner.shares:
-                self.attend_shared = lambda query, mask, model_attention, logits: self._decode(query, logits)
-            return self._decode(query, logits)
+                self.attend_shared = lambda query, mask, model_attention, logits: self._read(query, logits)
+            self.end_step()
+            return out
+        self.owner.forward.drop()
         if queries > 1 and positions is not None and positions.dim() == 2:
             masks.check_positions(positions.to(query.device), real)
         before = min(self.columns, self.sliding_window - 1)
@@ -213,99 +243,106 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         if mask is not None:
             masks.check_shape(mask, queries, self.get_mask_sizes(queries)[0])
             real = masks.new_tokens(mask, queries).expand(rows, -1)
-        if any(self.ended) or (real is not None and not bool(real.all())):
+        if any(self.counts.ended) or (real is not None and not bool(real.all())):
             new = torch.ones(rows, queries, dtype=torch.bool) if real is None else real.cpu()
             for row, own in enumerate(new):
-                begun = self.ended[row] or (self.lengths[row] > 0 and not bool(own[0]))
+                begun = self.counts.ended[row] or (self.counts.lengths[row] > 0 and not bool(own[0]))
                 if begun and bool(own.any()):
-                    raise NotImplementedError(
-                        "attention_mask: expected padding on the left in layers with a sliding window, got row"
-                        f" {row} with tokens behind padding; budget=1.0 leaves these layers to transformers"
-                    )
+                    self._refuse_padding(row)
         if mask is not None and real is not None and not self.owner.checked_window.holds(mask):
             self._check_mask(mask, real)
             self.owner.checked_window.set(mask)
         return None if real is None or bool(real.all()) else real
 
+    @staticmethod
+    def _refuse_padding(row: int) -> NoReturn:
+        raise NotImplementedError(
+            f"attention_mask: expected padding on the left in layers with a sliding window, got row {row} with tokens"
+            " behind padding; budget=1.0 leaves these layers to transformers"
+        )
+
     def _check_mask(self, mask: torch.Tensor, new: torch.Tensor) -> None:
         """Raise NotImplementedError unless a mask is causal order, the window and padding."""
         queries, (width, offset) = new.shape[1], self.get_mask_sizes(new.shape[1])
         column = torch.arange(offset, offset + width, device=mask.device)
-        first = self._numbers([self.columns - n for n in self.lengths]).unsqueeze(1)
+        first = self._numbers([self.columns - n for n in self.counts.lengths]).unsqueeze(1)
         known = torch.cat([(column[:-queries] >= first) & (column[:-queries] < self.columns), new], 1)
         masks.check_causal(mask, known, queries, self.sliding_window)
+
+    # Steps: one token in every row
+
+    def begin_step(self) -> None:
+        """Host part of a step: rows about to be packed get a centre, tails are full, and the slots are known.
+
+        Raises NotImplementedError for a row that continues after padding. Does not change what the layer holds.
+        """
+        geometry = Geometry(self.sliding_window, self.recent_tokens, self.ring, self.rows)
+        known = self.owner.steps.slots
+        if geometry not in known:
+            known[geometry] = StepSlots(geometry, self.device)
+        self.slots = known[geometry]
+        if self.slots.is_ready and self.slots.counts is self.counts:  # as another layer of this step
+            return
+        if any(self.counts.ended):
+            self._refuse_padding(self.counts.ended.index(True))
+        first = self.counts.unpacked([1] * self.rows, self.recent_tokens)
+        if first:
+            self.calibration.fix_centres(first, self._in_order(), [self.counts.held[row] for row in first])
+        if self.counts.lacks(self.recent_tokens):
+            self._refill()
+        self.slots.fill(self.counts)
+        self.slots.is_ready = not first
+
+    def matches(self, mask: torch.Tensor) -> bool:
+        """True if ``mask [rows, columns]`` is the padding of earlier calls followed by one token in every row."""
+        if mask.dim() != 2 or mask.shape != (self.rows, self.columns + 1) or any(self.counts.ended):
+            return False
+        first = self._numbers([self.columns - n for n in self.counts.lengths]).unsqueeze(1)
+        return torch.equal(mask.to(self.device) != 0, torch.arange(self.columns + 1, device=self.device) >= first)
+
+    @_without_autocast
+    def decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
+        """Device part: store the token of every row and attend, ``[rows, 1, heads, D]``. Capturable."""
+        return read(self, self.slots, query, store(self, self.slots, query, key, value), logits)
+
+    @_without_autocast
+    def _read(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
+        """Attention of other queries than those of `decode`, after it."""
+        return read(self, self.slots, query, self.calibration.of_query(query[:, :, 0].to(self.dtype)), logits)
+
+    def end_step(self) -> None:
+        """Count the token of a step."""
+        self.columns += 1
+        self.counts = self.slots.after
 
     # Reading
 
     @_without_autocast
-    def _decode(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
-        """Attention of one query in every row, whose token is stored: packed pages and tail, merged by log-sum-exp."""
-        rows, heads, width = *query.shape[:2], self.tail_k.shape[2]
-        q = query[:, :, 0].to(self.dtype)
-        out, lse = self._attend_tail(q, logits)
-        parts, tops = [out], [lse]
-        if self.sliding_window > width and max(self.lengths) > width:
-            own, of_centre = self.calibration.of_query(q)
-            packed = decode_packed(
-                own, self.pages, self._table(rows), self._packed_lens(), self.format, scale=logits.scale,
-                sliding_window=self.sliding_window - width, softcap=logits.softcap, return_lse=True,
-            )  # fmt: skip
-            assert not isinstance(packed, torch.Tensor)
-            parts.append(packed.out.float())
-            tops.append(cast(torch.Tensor, packed.lse) + of_centre * logits.scale)
-        if logits.sinks is not None:
-            parts.append(torch.zeros_like(out))
-            tops.append(logits.sinks.detach().float().expand(rows, heads))
-        weights = torch.stack(tops).softmax(0).unsqueeze(-1)
-        return (weights * torch.stack(parts)).sum(0).unsqueeze(1).to(query.dtype)
+    def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, right-aligned; zero before them."""
+        ends, held = self._numbers(self.counts.lengths).unsqueeze(1), self._numbers(self.counts.held).unsqueeze(1)
+        position = ends - count + torch.arange(count, device=self.device)
+        k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
+        ring_k, ring_v = (x.squeeze(2).unflatten(0, (len(ends), -1)).transpose(1, 2).flatten(2, 3) for x in (k, v))
+        slot = torch.where(
+            position >= ends - held, self.ring + position % (self.recent_tokens + 1), position % self.ring
+        )[:, None, :, None]
+        out = []
+        for ring, tail in ((self.calibration.restored(ring_k), self.tail_k), (ring_v, self.tail_v)):
+            both = torch.cat([ring.to(dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
+            rows = both.gather(2, slot.expand(-1, both.shape[1], -1, both.shape[3]))
+            out.append(rows.masked_fill_((position < 0)[:, None, :, None], 0))
+        return out[0], out[1]
 
-    def _attend_tail(self, q: torch.Tensor, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output ``[rows, heads, D]`` and log-sum-exp ``[rows, heads]`` over the tail, float32."""
-        rows, kv_heads, width, dim = self.tail_k.shape
-        by_group = q.float().view(rows, kv_heads, -1, dim)
-        scores = by_group @ self.tail_k.float().transpose(-1, -2) * logits.scale
-        if logits.softcap is not None:
-            scores = (scores / logits.softcap).tanh() * logits.softcap
-        if min(self.lengths) < width:
-            first = self._numbers([width - n for n in self.lengths]).view(-1, 1, 1, 1)
-            scores = scores.masked_fill(torch.arange(width, device=q.device) < first, -torch.inf)
-        lse = scores.logsumexp(-1, keepdim=True)
-        out = (scores - lse).exp() @ self.tail_v.float()
-        return out.reshape(rows, -1, dim), lse.reshape(rows, -1)
-
-    def _packed_lens(self) -> torch.Tensor:
-        """Packed tokens of each row, int32, modulo the ring, so that a table of two turns of the ring suffices."""
-        ring, width = self.ring_blocks * self.page_tokens, self.tail_k.shape[2]
-        counts = [max(n - width, 0) for n in self.lengths]
-        return self._numbers([n if n < ring else ring + n % ring for n in counts], torch.int32)
+    def _in_order(self) -> torch.Tensor:
+        """K of the tail ``[rows, kv_heads, recent_tokens, D]`` with the newest tokens at the end."""
+        width = self.recent_tokens
+        position = self._numbers(self.counts.lengths).unsqueeze(1) + torch.arange(-width, 0, device=self.device)
+        return self.tail_k.gather(2, (position % (width + 1))[:, None, :, None].expand_as(self.tail_k[:, :, 1:]))
 
     def _numbers(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Copy a few numbers to the device without waiting for it."""
         return torch.tensor(values, dtype=dtype, device="cpu").to(self.device, non_blocking=True)
-
-    def _table(self, rows: int) -> torch.Tensor:
-        """Block table of the rings, int32 ``[rows, 2 * ring_blocks]``."""
-        return _ring_table(rows, self.ring_blocks, self.device)
-
-    @_without_autocast
-    def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, right-aligned; zero before them."""
-        rows, width = len(self.lengths), self.tail_k.shape[2]
-        tails = [x[:, :, max(width - count, 0) :].to(dtype) for x in (self.tail_k, self.tail_v)]
-        if count <= width:
-            return tails[0], tails[1]
-        k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
-        ends = self._numbers(self.lengths).unsqueeze(1)
-        position = ends - count + torch.arange(count - width, device=self.device)
-        slot = position % (self.ring_blocks * self.page_tokens)
-        out = []
-        rings = [x.squeeze(2).unflatten(0, (rows, -1)).transpose(1, 2).flatten(2, 3) for x in (k, v)]
-        rings[0] = self.calibration.restored(rings[0])
-        for ring, tail in zip(rings, tails, strict=True):  # [rows, kv_heads, slots, D]
-            index = slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[-1])
-            old = ring.gather(2, index).masked_fill((position < 0)[:, None, :, None], 0)
-            out.append(torch.cat([old.to(dtype), tail], 2))
-        return out[0], out[1]
 
     def _prompt(
         self,
@@ -328,48 +365,78 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
     # Writing
 
     @_without_autocast
+    @torch.no_grad()
     def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Append the new rows, without padding, to the tail, and pack tokens older than the tail keeps."""
-        new = [key.detach(), value.detach()]  # detached: the tail must not keep autograd graphs alive
-        if self.dtype == torch.float16 != key.dtype:
-            new = [x.clamp(-LARGEST, LARGEST) for x in new]
-        self.columns += key.shape[2]
-        if real is None:
-            self.lengths = [n + key.shape[2] for n in self.lengths]
-            self.ended = [False] * len(self.ended)
-        else:
+        """Store the tokens among the new columns: the newest in the tail, all others of the window in the pages."""
+        columns = key.shape[2]
+        new, ended = [columns] * self.rows, None
+        if real is not None:
             order = real.int().argsort(dim=1, stable=True)[:, None, :, None]  # padding first
-            new = [x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[-1])) for x in new]
-            self.lengths = [n + c for n, c in zip(self.lengths, real.sum(1).tolist(), strict=True)]
-            self.ended = [n > 0 and not last for n, last in zip(self.lengths, real[:, -1].tolist(), strict=True)]
-        self.tail_k, self.tail_v = (
-            torch.cat([tail, x.to(self.dtype)], 2) for tail, x in zip((self.tail_k, self.tail_v), new, strict=True)
-        )
-        if self.tail_k.shape[2] >= self.recent_tokens + self.page_tokens:
-            self._pack()
+            key, value = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (key, value))
+            new = real.sum(1).tolist()
+            last = real[:, -1].tolist()
+            ended = [n + c > 0 and not own for n, c, own in zip(self.counts.lengths, new, last, strict=True)]
+        self._fix_centres(key, new)
+        grown = self.counts.grown(new, self.recent_tokens, ended)
+        needed = min(columns, self.ring + self.recent_tokens)  # no later query sees older ones
+        key, value = (in_dtype(x[:, :, columns - needed :], self.dtype) for x in (key, value))
+        before, after = (self._numbers(x.lengths).unsqueeze(1) for x in (self.counts, grown))
+        self._pack(key, value, before, after)
+        self._fill_tail(key, value, before, after)
+        self.columns, self.counts = self.columns + columns, grown
 
-    def _pack(self) -> None:
-        """Move all but the last ``recent_tokens`` of the tail to the ring."""
-        rows, kv_heads, width, dim = self.tail_k.shape
-        count, ring = width - self.recent_tokens, self.ring_blocks * self.page_tokens
-        ends = self._numbers([n - self.recent_tokens for n in self.lengths]).unsqueeze(1)
-        position = ends - count + torch.arange(count, device=self.device)
-        slot = torch.arange(rows, device=self.device).unsqueeze(1) * ring + position % ring
-        slot = slot.masked_fill((position < 0) | (position < ends - ring), -1).flatten()
-        first = [row for row, n in enumerate(self.lengths) if n > self.recent_tokens and not self.packed_to[row]]
-        self.calibration.fix_centres(first, self.tail_k, [self.lengths[row] for row in first])
-        old = (self.calibration.packed(self.tail_k[:, :, :count]), self.tail_v[:, :, :count])
-        k, v = (x.transpose(1, 2).reshape(-1, kv_heads, dim) for x in old)
-        store_packed(k, v, self.pages, slot, self.format)
-        self.tail_k, self.tail_v = (x[:, :, count:].contiguous() for x in (self.tail_k, self.tail_v))
-        self.packed_to = [max(n - self.recent_tokens, 0, p) for n, p in zip(self.lengths, self.packed_to, strict=True)]
+    def _fix_centres(self, key: torch.Tensor, new: list[int]) -> None:
+        """Fix the centres of rows that will have their first packed tokens, from all that they hold at 16 bit.
+
+        ``key [rows, kv_heads, n, D]`` is right-aligned, with ``new`` tokens of each row.
+        """
+        if first := self.counts.unpacked(new, self.recent_tokens):
+            if any(self.counts.held):  # rows with earlier tokens have no padding before the new ones
+                key = torch.cat([self._in_order(), in_dtype(key, self.dtype)], 2)
+            self.calibration.fix_centres(first, key, [self.counts.held[row] + new[row] for row in first])
+
+    def _pack(self, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Pack tokens that have no place in the tail any more; arguments as in `_fill_tail`."""
+        n, width, ring = key.shape[2], self.recent_tokens, self.ring
+        slot = torch.arange(width + 1, device=self.device)
+        in_tail = before - 1 - (before - 1 - slot) % (width + 1)  # position in each slot of the tail
+        held, packed_to = (self._numbers(x).unsqueeze(1) for x in (self.counts.held, self.counts.packed_to))
+        added = after - n + torch.arange(n, device=self.device)
+        position = torch.cat(
+            [in_tail.masked_fill(in_tail < before - held, -1), added.masked_fill(added < before, -1)], 1
+        )
+        leaves = (position >= packed_to) & (position < after - width) & (position >= after - width - ring)
+        page_slot = torch.arange(len(position), device=self.device).unsqueeze(1) * ring + position % ring
+        page_slot = torch.where(leaves, page_slot, -1).flatten()
+        old_k, old_v = torch.cat([self.tail_k, key], 2), torch.cat([self.tail_v, value], 2)
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.calibration.packed(old_k), old_v))
+        store_packed(k, v, self.pages, page_slot, self.format)
+
+    def _fill_tail(self, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Write the newest tokens to the tail.
+
+        ``key, value [rows, kv_heads, n, D]`` are right-aligned; ``before, after [rows, 1]`` are lengths.
+        """
+        slots, n = self.recent_tokens + 1, key.shape[2]
+        slot = torch.arange(slots, device=self.device)
+        position = after - 1 - (after - 1 - slot) % slots  # newest position of each slot
+        source = torch.where(position >= before, slots + n + position - after, slot)[:, None, :, None]
+        for tail, x in ((self.tail_k, key), (self.tail_v, value)):
+            tail.copy_(torch.cat([tail, x], 2).gather(2, source.expand_as(tail)))
+
+    @_without_autocast
+    def _refill(self) -> None:
+        """Copy packed tokens back to the tail, which `crop` left with fewer tokens than it has room for."""
+        k, v = self._past(self.recent_tokens + 1, self.dtype)
+        after = self._numbers(self.counts.lengths).unsqueeze(1)
+        self._fill_tail(k, v, torch.zeros_like(after), after)
+        self.counts = self.counts.refilled(self.recent_tokens)
 
     # Files
 
     def numbers(self) -> dict[str, Any]:
         """Numbers of this layer in a file, in addition to its tensors."""
-        own = {name: getattr(self, name) for name in NUMBERS}
-        own |= self.calibration.numbers()
+        own = {"columns": self.columns} | self.counts._asdict() | self.calibration.numbers()
         return own | {"window": self.sliding_window, "dtype": str(self.dtype) if self.is_initialized else None}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -379,8 +446,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restore a layer from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
-        for name in NUMBERS:
-            setattr(self, name, numbers[name])
+        self.columns, self.counts = numbers["columns"], RowCounts(*(numbers[name] for name in RowCounts._fields))
         if numbers["dtype"] is None:
             return
         tail = tensors["tail_k"]
@@ -388,10 +454,14 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.format = self._format(tail.shape[-1])
         rows, heads = tail.shape[:2]
         shape = (rows * self.ring_blocks, heads, self.format.page_bytes)
-        if tensors["pages"].shape != shape or tail.shape != tensors["tail_v"].shape or len(self.lengths) != rows:
+        if tensors["pages"].shape != shape or tail.shape != tensors["tail_v"].shape or self.rows != rows:
             raise ValueError(f"window: expected pages {shape}, got {tuple(tensors['pages'].shape)}")
+        expected = (rows, heads, self.recent_tokens + 1, tail.shape[-1])
+        if tail.shape != expected:
+            raise ValueError(f"window: expected tail_k {expected}, got {tuple(tail.shape)}")
         for name in TENSORS:
             setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
+        self.table = self._ring_table(rows)
         self.calibration = RowCalibration(rows, heads, tail.shape[-1], self.device)
         self.calibration.restore(numbers, tensors)
         self.is_initialized = True
@@ -403,35 +473,32 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         count = -tokens_to_remove
         if count <= 0 or not self.is_initialized:
             return
-        lengths = [max(n - count, 0) for n in self.lengths]
-        ring, window = self.ring_blocks * self.page_tokens, self.sliding_window
-        if any(self.ended):
+        counts, window = self.counts.cropped(count), self.sliding_window
+        if any(self.counts.ended):
             raise NotImplementedError("crop: expected rows that end with a token, got padding on the right")
-        if any(max(n - window + 1, 0) < p - ring for n, p in zip(lengths, self.packed_to, strict=True)):
+        if any(max(n - window + 1, 0) < p - self.ring for n, p in zip(counts.lengths, counts.written_to, strict=True)):
             raise RuntimeError(
                 f"crop: expected at most {MARGIN} columns to remove once the window of {window} is full, got {count}"
             )
-        keep = max(self.tail_k.shape[2] - count, 0)
-        self.tail_k, self.tail_v = self.tail_k[:, :, :keep], self.tail_v[:, :, :keep]
-        self.columns, self.lengths = max(self.columns - count, 0), lengths
+        self.columns, self.counts = max(self.columns - count, 0), counts
 
     def _pick(self, index: torch.Tensor) -> None:
         if self.is_initialized:
-            rows = torch.arange(len(self.lengths))[index.cpu()]
-            self.lengths, self.packed_to, self.ended = (
-                [x[row] for row in rows.tolist()] for x in (self.lengths, self.packed_to, self.ended)
-            )
+            rows = torch.arange(self.rows)[index.cpu()]
+            if len(rows) != self.rows:
+                self.table = self._ring_table(len(rows))
+                self.owner.forward.drop()  # a captured step reads tensors that are replaced here
+            self.counts = self.counts.picked(rows.tolist())
             rows = rows.to(self.device)
-            with torch.inference_mode(False):
-                self.pages = self.pages.unflatten(0, (-1, self.ring_blocks))[rows].flatten(0, 1)
-            self.tail_k, self.tail_v = self.tail_k[rows], self.tail_v[rows]
+            self.pages = picked(self.pages.unflatten(0, (-1, self.ring_blocks)), rows).flatten(0, 1)
+            self.tail_k, self.tail_v = picked(self.tail_k, rows), picked(self.tail_v, rows)
             self.calibration.pick(rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._pick(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._pick(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+        self._pick(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._pick(indices)
@@ -448,7 +515,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     def full_bytes(self) -> int:
         """Bytes of the window's tokens at 16 bit."""
-        tokens = sum(min(n, self.sliding_window - 1) for n in self.lengths)
+        tokens = sum(min(n, self.sliding_window - 1) for n in self.counts.lengths)
         return tokens * self.tail_k.shape[1] * 4 * self.tail_k.shape[3]
 
     def offload(self) -> None:

@@ -4,7 +4,7 @@
 
 A row's balance is from its first prompt, its centre from the tokens present when its first ones are packed; both are
 fixed then. With a calibration they are the same for all rows. Packed operators take one of each for all requests, so
-both are applied here, in front of them.
+both are applied in front of them. Captured steps read both tensors, so their addresses do not change.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from . import attention, balance
 LARGEST = torch.finfo(torch.float16).max
 
 
-def kept(x: torch.Tensor) -> torch.Tensor:
-    """A copy that calls outside inference mode may use, too."""
+def picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``x[rows]``, in place if the number of rows stays the same."""
+    if len(rows) == len(x):
+        return x.copy_(x[rows])
     with torch.inference_mode(False), torch.no_grad():
-        return x.clone()
+        return x.index_select(0, rows)
 
 
 class RowCalibration:
     """Balance and centre, float32 ``[rows, kv_heads, D]``; 1 and 0 until they are known."""
 
     def __init__(self, rows: int, kv_heads: int, dim: int, device: torch.device | str) -> None:
-        self.balance = kept(torch.ones(rows, kv_heads, dim, device=device))
-        self.centre = torch.zeros_like(self.balance)
+        with torch.inference_mode(False):  # calls outside inference mode write to them
+            self.balance = torch.ones(rows, kv_heads, dim, device=device)
+            self.centre = torch.zeros_like(self.balance)
         self.rope: list[float] = []
         self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
 
@@ -41,7 +44,7 @@ class RowCalibration:
         """Take the balance of all rows from their first prompt; ``real`` is None without padding."""
         query, key = call.query, call.key
         new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
-        self.balance = kept(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
+        self.balance.copy_(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
 
     def adopt(self, given: LayerCalibration) -> None:
         """Take both from a calibration; ValueError if that is one of other sizes."""
@@ -53,9 +56,9 @@ class RowCalibration:
             )
         own = given.to(self.balance.device)
         if own.balance is not None:
-            self.balance = kept(own.balance.expand_as(self.balance))
+            self.balance.copy_(own.balance)
         if own.centre is not None and self.centres:
-            self.centre = kept(own.centre.expand_as(self.centre))
+            self.centre.copy_(own.centre)
         self.centres = False
 
     def fix_centres(self, rows: list[int], key: torch.Tensor, counts: list[int]) -> None:
@@ -68,7 +71,7 @@ class RowCalibration:
         present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
         present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
         centre = centre_of(torch.where(present, k, 0.0), present, self.rope, torch.full_like(tokens, HORIZON))
-        self.centre = kept(self.centre.index_copy(0, index, centre))
+        self.centre.index_copy_(0, index, centre)
 
     def packed(self, key: torch.Tensor) -> torch.Tensor:
         """K ``[rows, kv_heads, n, D]`` as it is packed, in its dtype."""
@@ -79,13 +82,20 @@ class RowCalibration:
         """The inverse of `packed`: float32 ``[rows, kv_heads, n, D]``."""
         return (key + self.centre.unsqueeze(2)) * self.balance.unsqueeze(2)
 
-    def of_query(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries ``[rows, heads, D]`` for packed rows, and float32 products with the centre, ``[rows, heads]``."""
-        by_group = q.unflatten(1, (self.balance.shape[1], -1)) * self.balance.unsqueeze(2)
-        return by_group.to(q.dtype).view_as(q), (by_group * self.centre.unsqueeze(2)).sum(-1).flatten(1)
+    def of_query(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries ``[rows, heads, D]`` for packed rows, in their dtype."""
+        return self._balanced(q).to(q.dtype).view_as(q)
+
+    def centre_scores(self, q: torch.Tensor) -> torch.Tensor:
+        """Products of balanced queries ``[rows, heads, D]`` with the centre, float32 ``[rows, heads]``."""
+        return (self._balanced(q) * self.centre.unsqueeze(2)).sum(-1).flatten(1)
+
+    def _balanced(self, q: torch.Tensor) -> torch.Tensor:
+        """``[rows, kv_heads, group, D]``, float32."""
+        return q.unflatten(1, (self.balance.shape[1], -1)) * self.balance.unsqueeze(2)
 
     def pick(self, rows: torch.Tensor) -> None:
-        self.balance, self.centre = self.balance[rows], self.centre[rows]
+        self.balance, self.centre = picked(self.balance, rows), picked(self.centre, rows)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"balance": self.balance, "centre": self.centre}
