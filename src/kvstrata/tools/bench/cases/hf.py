@@ -2,6 +2,7 @@
 
     B8-16384         steps of 8 rows with prompts of 16,384 random tokens, at Llama-3.1-8B shapes with random weights
     B1-8192-qwen3    at Qwen3-8B shapes
+    B1-8192-gemma3   at Gemma 3 4B shapes: 29 of 34 layers with a sliding window of 1,024
     B1-2048-smollm2  on a CPU, in float32, at SmolLM2-135M shapes; nothing is compiled or captured there
 
 A sample is the wall-clock time from one token to the next, as a caller of `generate` sees it: including sampling,
@@ -65,6 +66,7 @@ TOTAL, COMPILING = 420.0, 90.0  # seconds after which no contender begins; how m
 PATIENCE = {"cuda": 1.0, "cpu": 10.0}  # factor of these limits
 QWEN3 = Model(layers=36, mlp=12288, vocab=151936, family="qwen3")
 LLAMA = Model()
+GEMMA3 = Model(34, 2560, 8, 4, 256, 10240, 262208, "gemma3_text", 1024)
 SMOLLM2 = Model(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, vocab=49152)
 TOY = Model(2, 64, 4, 2, 32, 64, 128)
 
@@ -88,7 +90,11 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes read by a step without compression: weights, and K and V of the prompts."""
-        return self.number_bytes * self.model.weights + self.rows * self.tokens * self.row_bytes
+        model, tokens = self.model, self.tokens
+        if model.window is not None:  # mean over layers
+            full = model.layers // 6
+            tokens = (full * tokens + (model.layers - full) * min(tokens, model.window)) // model.layers
+        return self.number_bytes * model.weights + self.rows * tokens * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -100,6 +106,7 @@ VARIANTS = (PLAIN, PACKED, QUANTIZED)
 SHAPES = [Shape(1, 8192), Shape(8, 16384, without=(QUANTIZED,)), Shape(1, 2048, without=(PACKED, QUANTIZED))]
 SHAPES += [Shape(1, 32768, without=(*VARIANTS, PEER)), Shape(32, 16384, without=VARIANTS)]
 SHAPES.append(Shape(1, 8192, "qwen3", QWEN3, (*VARIANTS, PEER)))
+SHAPES += [Shape(rows, tokens, "gemma3", GEMMA3, (PACKED, QUANTIZED)) for rows, tokens in ((1, 8192), (8, 16384))]
 CPU_SHAPES = [Shape(1, n, "smollm2", SMOLLM2, (PACKED, QUANTIZED, PEER), 4, 64) for n in (2048, 4096)]  # one settling
 TOY_SHAPE = Shape(2, 100, model=TOY)
 

@@ -50,6 +50,7 @@ class Model:
     mlp: int = 14336
     vocab: int = 128256
     family: str = "llama"
+    window: int | None = None  # tokens that a query sees in all but every sixth layer
 
     @property
     def weights(self) -> int:
@@ -93,8 +94,9 @@ def model_of(sizes: Model, device: torch.device) -> Any:
     """Model with random weights, created on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    windows = {} if sizes.window is None else {"sliding_window": sizes.window}
     config = AutoConfig.for_model(
-        sizes.family, hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
+        sizes.family, **windows, hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
         vocab_size=sizes.vocab, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
     )  # fmt: skip
