@@ -114,7 +114,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-GPU_PATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
+GPU_PATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu: gpu-test gpu-sanitize gpu-bench
 

@@ -36,6 +36,8 @@ def _given(block: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_block_runs(block: str) -> None:
+    if "kvstrata.engines.transformers" in block:
+        pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # transformers 5.19
     exec(compile(block, "document", "exec"), _given(block))
 
 

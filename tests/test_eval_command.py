@@ -185,7 +185,7 @@ def test_calibrate_keeps_sensitivities_of_layers_without_effect(
         for layer in net.model.layers:
             layer.self_attn.o_proj.weight.zero_()
     monkeypatch.setattr(models, "load", lambda *_: (net, Letters()))
-    made = command("calibrate", "--tokens", "100", "--sensitivity", "--out", str(out))
+    made = command("calibrate", "--tokens", "100", "--sensitivity", "--device", "cpu", "--out", str(out))
     assert made.exit_code == 0, made.output
     calibration = Calibration.load(out)
     assert calibration.k_sensitivity == calibration.v_sensitivity

@@ -28,8 +28,8 @@ from test_store import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 CASES = {
-    "fp16 merged": dict(tokens=37, heads=8, k_dim=128, v_dim=128, kind="flat", pages=12),
-    "fp16 HND": dict(tokens=37, heads=4, k_dim=64, v_dim=64, kind="HND", pages=12),
+    "fp16 merged": dict(tokens=37, heads=8, k_dim=128, v_dim=128, kind="flat", num_blocks=12),
+    "fp16 HND": dict(tokens=37, heads=4, k_dim=64, v_dim=64, kind="HND", num_blocks=12),
     "bf16 latent": dict(tokens=19, heads=1, k_dim=576, v_dim=None, source=torch.bfloat16),
     "unequal K and V": dict(tokens=19, heads=2, k_dim=192, v_dim=128, kind="NHD", cache_gap=8),
     "odd rows": dict(tokens=19, heads=3, k_dim=33, v_dim=65, offset=1, source_gap=1),

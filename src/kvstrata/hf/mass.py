@@ -53,7 +53,7 @@ def weights_of(is_token: torch.Tensor, samples: tuple[Sample, ...]) -> list[torc
     """
     flags = [is_token[:, x.first :: x.stride].float() for x in samples]
     counts = [x.sum(1, keepdim=True) for x in flags]
-    shares = [(n > 0) * x.share for n, x in zip(counts, samples, strict=True)]
+    shares = [(n > 0).float() * x.share for n, x in zip(counts, samples, strict=True)]
     tokens = is_token.sum(1, keepdim=True) / sum(shares).clamp(min=0.5)  # type: ignore[union-attr]
     return [flag * (share * tokens / n.clamp(min=1)) for flag, share, n in zip(flags, shares, counts, strict=True)]
 

@@ -470,7 +470,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns; RuntimeError if the window would reach overwritten tokens."""
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)
         if count <= 0 or not self.is_initialized:
             return
         counts, window = self.counts.cropped(count), self.sliding_window

@@ -36,6 +36,8 @@ class PackedLayer(DynamicLayer):
         super().lazy_initialization(key_states, value_states)
         rows, heads, _, dim = key_states.shape
         self.format = Format.parse(self.name, dim, self.page_tokens)
+        if self.calibration is not None:
+            self.calibration = self.calibration.to(key_states.device)
         self.slots = torch.arange(rows, dtype=torch.int32, device=key_states.device)
         k, v = key_states.new_zeros(2, rows, heads, self.page_tokens, dim)
         self.tail, self.sinks = PlainRows(k, v, self.slots), None
