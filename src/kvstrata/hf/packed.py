@@ -282,9 +282,10 @@ class PackedCache(Cache):
         self._undo()
         assert self.state is not None
         self.state.check(None, None, self.rows, 1)
-        if self.may_begin == self.state.all_begun:  # another step than the one that was captured
-            self.forward.drop()
         self.may_begin = not self.state.all_begun
+        if self.may_begin:  # this step computes more than others: it runs eagerly, and the next one is captured
+            self.forward.warm.clear()
+            self.forward.drop()
         self._keep(None, 1)
 
     def _keep(self, mask: torch.Tensor | None, queries: int) -> None:
