@@ -164,6 +164,44 @@ def test_nan_among_the_first_tokens_leaves_the_centre_finite() -> None:
     assert (got - by_head(k)[:, others]).square().mean() < 0.3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rope", [None, 1e4 ** -(torch.arange(32) / 32)], ids=["plain", "rope"])
+def test_a_row_far_above_the_others_does_not_shift_the_centre(
+    rope: torch.Tensor | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out as if it were no number, in its head only; the error of the others stays that of their format."""
+    if not compiled:
+        monkeypatch.setattr(centre_module, "_numba", lambda device: None)
+    k, v = rows(500)
+    caches = []
+    for value in (math.nan, 1000.0):
+        k[7, 0] = value
+        caches.append(make(recent_tokens=16, sink_tokens=0, tiers=["K4V4"], budget=0.3, rope=rope))
+        caches[-1].append(0, k, v)
+    assert caches[1].centre.any()
+    assert torch.equal(caches[0].centre, caches[1].centre)
+    got, _, positions = caches[1].gather(0)
+    want = by_head(k)
+    error = got.float() - want.gather(1, positions.long().unsqueeze(-1).expand_as(got))
+    error[0, positions[0] == 7] = 0.0
+    assert error.square().mean() < 0.12**2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_within_the_range_of_the_others_take_part(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks of some tens of times the others, and rows among many zeros."""
+    if not compiled:
+        monkeypatch.setattr(centre_module, "_numba", lambda device: None)
+    k, v = rows(300)
+    sinks, zeros = k.clone(), k.clone()
+    sinks[:4] *= 25 * k.abs().amax(-1).median() / k[:4].abs().amax(-1, keepdim=True)
+    zeros[:200] = 0.0
+    for given in (sinks, zeros):
+        cache = make(recent_tokens=16)
+        cache.append(0, given, v)
+        torch.testing.assert_close(cache.centre[0, 0], given.mean(0))
+
+
 @pytest.mark.parametrize("rope", [(), (1.0, 0.1, 0.01)])
 def test_a_mask_per_token_gives_the_centre_of_a_mask_per_value(rope: tuple[float, ...]) -> None:
     """Bit for bit, where all values take part; where one does not, only its channels and their pairs differ."""
@@ -186,12 +224,15 @@ def test_a_mask_per_token_gives_the_centre_of_a_mask_per_value(rope: tuple[float
 @pytest.mark.skipif(centre_module._numba("cpu") is None, reason="numba is not there")
 @pytest.mark.parametrize(("dim", "pairs", "rows_given"), [(64, 32, 700), (64, 24, 3), (32, 16, 3 * 1024), (48, 1, 33)])
 @pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("far", [False, True])
 def test_compiled_loops_give_the_centre_of_torch(
-    dim: int, pairs: int, rows_given: int, broken: bool, monkeypatch: pytest.MonkeyPatch
+    dim: int, pairs: int, rows_given: int, broken: bool, far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, whatever positions are missing and with values that take no part."""
     generator = torch.Generator().manual_seed(dim + pairs)
     k = 3 * torch.randn(rows_given, dim, generator=generator) + 1
+    if far:
+        k[torch.rand(rows_given, generator=generator) < 0.1] *= 100.0
     if broken:
         k[torch.rand(k.shape, generator=generator) < 0.05] = math.nan
         k[0, 0], k[1, 1], k[2, :2] = math.inf, -1e30, -math.inf

@@ -107,6 +107,7 @@ def test_centres_are_those_of_the_reference(device: str, dim: int, pairs: int, d
         if place == (2, 0):
             x = torch.randn(n, HEADS, dim, generator=torch.Generator().manual_seed(7)) + 3
         x[3, 0, 5], x[4, 1], x[9, 0, dim - 1], x[:, 1, 7] = math.nan, math.inf, -7e4, math.nan
+        x[11, 0], x[80, :, dim - 2] = 5e3, -6e4  # far above the others
         k[place], stored[place] = x.to(dtype), old
     out = computed(cache, k, stored, strided=dim != 128)
     for number, ((request, layer), x) in enumerate(k.items()):
@@ -116,6 +117,20 @@ def test_centres_are_those_of_the_reference(device: str, dim: int, pairs: int, d
         assert cache._centred[request, layer]
     assert not cache.centre[0, 1].any()
     assert not cache._centred[0, 1]
+
+
+@pytest.mark.parametrize("old", [0, 40, 90])
+def test_a_row_far_above_the_others_is_left_out(device: str, old: int) -> None:
+    """Bit for bit as if it were no number, in its head only; rows of some tens of times the others take part."""
+    rope = [1e2 ** -(i / 16) for i in range(16)]
+    out = []
+    for value in (math.nan, 5e3):
+        x = rows(90, 32, rope, False)
+        x[7, 0], x[12, 0] = value, value
+        x[:3, 1] *= 20
+        out.append(computed(make(device, rope=rope), {(0, 0): x}, {(0, 0): old}, strided=False))
+    assert torch.equal(*out)
+    torch.testing.assert_close(out[1][0].cpu(), reference(x, make(device, rope=rope).rope, 4096), rtol=1e-5, atol=1e-5)
 
 
 def test_a_balance_does_not_change_the_centre_of_the_model(device: str) -> None:

@@ -40,6 +40,7 @@ from kvstrata.tools.eval import (
     texts,
 )
 from kvstrata.tools.eval.kivi import KiviCache, dequantize_groups, quantize_groups
+from kvstrata.tools.eval.sizes import sizes_of
 
 OPTIONS = dict(tiers=["K4V4", "K2V2"], recent_tokens=12, sink_tokens=4, page_tokens=16, settle_every=16)
 
@@ -103,11 +104,11 @@ def test_tiers_that_are_named_or_not() -> None:
     assert names(budget=0.8) == ["K8V8"]
     assert names(budget=0.5, tiers=["K3V3"]) == ["K3V3"]
     assert names(budget_bytes=10**9) == names(budget=None) == names(budget=1.0) == ["K4V4", "K3V3", "K2V2"]
-    config = model().config
+    net = model()
     for budget in (0.5, 0.25):
-        cache = StrataCache(config, budget=budget, max_tokens=1024, **contenders.small_pages())
+        cache = StrataCache(net.config, budget=budget, max_tokens=1024, **contenders.small_pages())
         cache.build(torch.zeros(1, 2, 1, 64))
-        assert [f.name for f in cache.tiered.formats[1:]] == contenders.tiers_at(budget, config, 1024)
+        assert [f.name for f in cache.tiered.formats[1:]] == contenders.tiers_at(budget, sizes_of(net), 1024)
 
 
 def test_room_for_more_tokens_fills_whole_pages() -> None:
@@ -156,14 +157,14 @@ def test_the_baseline_keeps_order_and_counts_its_bytes() -> None:
 def test_a_baseline_fits_its_budget() -> None:
     net, ids = model(), tokens(512)
     for budget in (0.5, 0.35, 0.25):
-        found = contenders.kivi(budget, net.config, 512)
+        found = contenders.kivi(budget, sizes_of(net), 512)
         assert found
         for contender in found:
             cache = contender.make(net.config, 1, 512)
             measure.decode(net, ids, cache, prompt=500, chunk=12)
-            assert contender.size(cache) <= (budget + 0.02) * contenders.full_bytes(net.config, 1, 512)
-    assert contenders.kivi(0.05, net.config, 512) == []
-    groups = [[c.options["group"] for c in contenders.kivi(0.25, net.config, n)] for n in (1024, 2048)]
+            assert contender.size(cache) <= (budget + 0.02) * sizes_of(net).full_bytes(1, 512)
+    assert contenders.kivi(0.05, sizes_of(net), 512) == []
+    groups = [[c.options["group"] for c in contenders.kivi(0.25, sizes_of(net), n)] for n in (1024, 2048)]
     assert groups == [[32], [32, 64]]  # the longer text affords wider codes in large groups
 
 
@@ -171,7 +172,7 @@ def test_held_bytes_count_a_float32_model_as_16_bit() -> None:
     net, ids = model(), tokens(40)
     cache = DynamicCache(config=net.config)
     measure.decode(net, ids, cache, chunk=40)
-    assert contenders.tensor_bytes(cache) == contenders.full_bytes(net.config, 1, 40)
+    assert contenders.tensor_bytes(cache) == sizes_of(net).full_bytes(1, 40)
 
 
 def test_saved_results_are_continued(tmp_path: Path) -> None:

@@ -11,15 +11,16 @@ import eval_model
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.eval.packed import PackedLayer, at_bytes
+from kvstrata.tools.eval.sizes import sizes_of
 
 
 def test_a_calibration_has_all_layers() -> None:
     """A cache takes one without the layers of sliding windows; pages of one format are in every layer."""
-    config = eval_model.model().config
+    sizes = sizes_of(eval_model.model())
     for layers, heads in ((1, 2), (2, 4)):
         calibration = Calibration([LayerCalibration(torch.ones(heads, 64))] * layers)
         with pytest.raises(ValueError, match="calibration: expected 2 layers of 2 KV heads and head_dim 64"):
-            at_bytes("K4V4", config, 256, calibration)
+            at_bytes("K4V4", sizes, 256, calibration)
 
 
 def test_a_layer_reads_what_it_stored() -> None:

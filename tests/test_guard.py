@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch
 import eval_model
 from hf_model import make, prompt
 from kvstrata.hf import StrataCache, guard
+from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.guard import BudgetWarning, Guard
 from kvstrata.layout import Format
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 from test_hard_models import scaled
 
 SMALL = dict(budget=0.25, page_tokens=16, recent_tokens=12)
@@ -61,6 +65,18 @@ def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch):
         assert forward(hard, ids, balance=False) == []
         assert forward(hard, ids[:, :50], balance=False, budget=0.3) == []  # too short to tell
     assert len(forward(hard, ids, balance=False, budget=0.3)) == 1
+
+
+def test_a_calibration_is_a_setting_of_its_own(tmp_path: Path):
+    """One that was checked says nothing about a cache without one, nor about another one; copies are the same."""
+    hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)
+    poor, good = Calibration([LayerCalibration(torch.ones(2, 64))] * 2), calibrate(hard, ids)
+    good.save(tmp_path / "good.safetensors")
+    assert forward(hard, ids, calibration=good) == forward(hard, ids) == []
+    assert len(forward(hard, ids, calibration=poor)) == 1
+    for again in (None, copy.deepcopy(poor), tmp_path / "good.safetensors"):
+        assert forward(hard, ids, calibration=again) == []
+    assert len(guard._seen[hard.model.layers[0].self_attn]) == 3, "checked once each"
 
 
 def test_no_estimate_without_a_fraction(monkeypatch: pytest.MonkeyPatch):

@@ -87,6 +87,54 @@ def test_a_first_prompt_of_one_token_is_exact(name: str, capture: bool) -> None:
             cache.crop(-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "capture"), [("llama", False), ("llama", True), ("gemma2", False), ("gpt-oss", False)]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_first_tokens_behind_padding_are_exact(name: str, capture: bool, size: int) -> None:
+    """Of a row whose first forward has only padding, in a step or a short chunk, whatever tokens other rows have."""
+    model, ids = make(name), prompt(3, 20 + 4 * size)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    mask[2, : 20 + size] = 0
+    sizes = (20, *[size] * 4)
+    expected = forwards(model, DynamicCache(config=model.config), ids, sizes, mask)
+    cache = packed(model, "K2V2", capture=capture)
+    for _ in range(2):
+        given = forwards(model, cache, ids, sizes, mask)
+        for row in (1, 2):
+            first = torch.zeros_like(mask, dtype=torch.bool)
+            first[row, 20 + (row - 1) * size :][:size] = True
+            assert error(given, expected, first) < 1e-5
+            later = mask.bool() & ~first
+            later[:row], later[row + 1 :] = False, False
+            assert error(given, expected, later) > 1e-3
+        cache.reset()
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_first_tokens_after_a_crop_are_exact(device: torch.device, capture: bool) -> None:
+    """The step of a row that has lost all of its tokens is no replay of the graph, which knows of no such row."""
+    model, ids = make("llama").to(device), prompt(2, 40).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    expected = forwards(model, DynamicCache(), ids, (20, *[1] * 20), mask)[1, 30]
+    cache = packed(model, "K2V2", capture=capture)
+    for _ in range(2):
+        forwards(model, cache, ids[:, :36], (20, *[1] * 16), mask[:, :36])
+        assert (cache.forward.runner is not None) == capture
+        cache.crop(-6)
+        assert not cache.state.all_begun
+        given = dict(attention_mask=mask[:, :31], position_ids=torch.tensor([[30], [0]], device=device))
+        with torch.no_grad():
+            torch.testing.assert_close(
+                model(ids[:, 30:31], past_key_values=cache, **given).logits[1, 0], expected, rtol=1e-4, atol=1e-4
+            )
+        assert cache.state.all_begun
+        assert cache.forward.runner is None
+        cache.crop(-31)
+
+
 @pytest.mark.parametrize("options", [dict(), dict(num_beams=3), dict(prompt_lookup_num_tokens=4)])
 def test_generate_finds_texts_as_likely_as_with_a_dynamic_cache(options: dict) -> None:
     """Left padding; greedy, by beams and by drafts. Texts may differ where two are equally likely."""

@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("transformers")
 from torch._dynamo.backends.registry import lookup_backend
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 
 from hf_model import greedy, make, prompt
 from kvstrata.hf import StrataCache
 from kvstrata.hf.packed_op import Layer, strata_packed
 from kvstrata.hf.packed_rows import PackedRows
 from kvstrata.layout import Format
-from test_hf_packed import packed
+from test_hf_packed import forwards, packed
 
 
 class Graphs:
@@ -77,6 +77,28 @@ def test_a_model_compiled_by_hand_is_one_graph(graphs: Graphs) -> None:
             step(input_ids=tokens[-1], past_key_values=cache)
 
 
+def test_the_first_token_of_a_row_in_a_compiled_step_is_exact(graphs: Graphs) -> None:
+    """The step compiled for rows that may have no token is one graph, and so is the one for rows that have some."""
+    model, ids = make("llama"), prompt(2, 44)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    expected = forwards(model, DynamicCache(), ids, (39, *[1] * 5), mask)[1, 40]
+    cache = packed(model, "K2V2")
+    forwards(model, cache, ids[:, :39], (39,), mask)
+    step = torch.compile(model.forward, backend=graphs.backend, fullgraph=True)
+    seen = torch.zeros(2, 1, 1, cache.state.tokens, dtype=torch.bool)
+    seen[..., :39] = mask[:, None, None, :39] == 1
+    for column in range(39, 44):
+        seen[..., column] = (mask[:, column] == 1)[:, None, None]
+        positions = (mask[:, : column + 1].sum(1, keepdim=True) - 1).clamp(min=0)
+        new = dict(input_ids=ids[:, column : column + 1], attention_mask=seen, position_ids=positions)
+        with torch.no_grad():
+            out = step(**new, past_key_values=cache).logits[1, 0]
+        if column == 40:
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert graphs.count == 1
+
+
 def test_captured_steps_give_the_tokens_of_eager_ones() -> None:
     """By the cache itself; on a CPU a GraphRunner runs the step eagerly."""
     model, ids = make("llama"), prompt(2, 40)
@@ -114,7 +136,7 @@ def test_the_operator_is_what_it_declares(queries: int) -> None:
     rows.advance(None, 5)
     rows.advance(None, queries)
     tensors = (rows.block_table, rows.seq_lens, rows.columns, rows.real, rows.first, rows.slot, None, None, None)
-    arguments = (q, k, v, pages, *tensors, "K4V4", 16, 0.125, None, True, -1)
+    arguments = (q, k, v, pages, *tensors, "K4V4", 16, 0.125, None, True, -1, True)
     torch.library.opcheck(torch.ops.kvstrata.strata_packed.default, arguments)
 
 

@@ -54,6 +54,7 @@ using Brought = const uint64_t (*)[8];
 Brought exchange(const void* mine, size_t bytes);
 void __syncwarp();
 void __syncthreads();
+int __syncthreads_count(int predicate);
 void sync_some(int number, int threads);
 void run_blocks(void (*thread_body)(), int grid_x, int grid_y, int threads, int shared_bytes);
 

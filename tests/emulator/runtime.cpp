@@ -33,6 +33,7 @@ struct Block {
   std::vector<bool> done;
   std::vector<Meeting> warps;
   Meeting all, some[16];  // by the number of their barrier
+  int counts[2];  // of predicates, by the meeting's number
   int current = 0;
 };
 Block* block;
@@ -106,6 +107,14 @@ Brought exchange(const void* mine, size_t bytes) {
 }
 void __syncwarp() { meet(my_warp()); }
 void __syncthreads() { meet(block->all); }
+int __syncthreads_count(int predicate) {
+  Meeting& m = block->all;
+  int& count = block->counts[m.number & 1];
+  if (m.arrived == 0) count = 0;
+  count += predicate != 0;
+  meet(m);
+  return count;
+}
 void sync_some(int number, int threads) {
   block->some[number].size = threads;
   meet(block->some[number]);

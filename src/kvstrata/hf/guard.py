@@ -6,7 +6,8 @@ cache, and some of its queries attend to them. The estimate is the relative erro
     error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
 
 with the two tiers whose bytes per token enclose the fraction. It ignores importance, which gives the wider tier to
-tokens that matter, and the bytes of tables. Each model is checked once per setting and process.
+tokens that matter, and the bytes of tables. Each model is checked once per setting (budget, formats, balance and
+calibration) and process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvstrata.cache.policy.balance import factors_of
 from kvstrata.cache.policy.centre import centre_of, horizon
 from kvstrata.layout import Format, rotation
 from kvstrata.quant import reference as quant
+from kvstrata.quant.calibration import Calibration
 
 from .logits import Logits
 
@@ -126,17 +128,25 @@ class Guard:
         self.advice: float | None = 0.0  # smallest sufficient budget so far, None if there is none
 
     @classmethod
-    def begin(cls, cache: TieredCache, module: torch.nn.Module, real: np.ndarray, chosen: bool = False) -> Guard | None:
+    def begin(
+        cls,
+        cache: TieredCache,
+        module: torch.nn.Module,
+        real: np.ndarray,
+        chosen: bool = False,
+        calibration: Calibration | None = None,
+    ) -> Guard | None:
         """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before.
 
-        ``chosen``: the user chose the cache's tiers.
+        ``chosen``: the user chose the cache's tiers. ``calibration`` is the one that the cache uses.
         """
         if not isinstance(cache.budget.amount, float):
             return None
         counts = real.sum(1)
         if counts.max() < FEWEST:
             return None
-        setting = (cache.budget.amount, cache.formats, cache.balance is None)
+        given = None if calibration is None else calibration.fingerprint
+        setting = (cache.budget.amount, cache.formats, cache.balance is None, given)
         seen = _seen.setdefault(module, set())
         if setting in seen:
             return None

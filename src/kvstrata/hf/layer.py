@@ -21,6 +21,7 @@ import kvstrata
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
+from kvstrata.quant.calibration import Calibration
 
 from . import attention, balance, prefill, support, turns
 from . import mask as masks
@@ -39,6 +40,7 @@ class Owner(Protocol):
     """The part of a `StrataCache` that its layers use."""
 
     options: dict[str, Any]
+    calibration: Calibration | None
     importance_queries: int
     guard: Guard | None
     steps: Steps
@@ -197,7 +199,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         query, key, value, mask, _, model_attention, logits, module = call
         tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
         if self.index == 0:
-            owner.guard = Guard.begin(tiered, module, real, owner.options.get("tiers") is not None)
+            owner.guard = self._guard(tiered, module, real)
         out = self._alone(query, key, value, mask, model_attention)
         if owner.shares:
             self.attend_shared = lambda query, mask, model_attention, logits: self._alone(
@@ -221,13 +223,17 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""
         query = call.query
         if self.index == 0:
-            new, chosen = self._new_columns(query.shape[2]), self.owner.options.get("tiers") is not None
-            self.owner.guard = Guard.begin(self.owner.tiered, call.module, new, chosen)
+            self.owner.guard = self._guard(self.owner.tiered, call.module, self._new_columns(query.shape[2]))
         if self.owner.guard is not None:
             real = self._all(query) if real is None else real
             self.owner.guard.add(self.index, query, call.key, call.value, real, call.logits)
             if self.index == self.owner.tiered.layers - 1:
                 self._finish_estimate()
+
+    def _guard(self, tiered: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
+        """Guard for a first prompt, ``real [rows, n]`` without padding; None if there is nothing to check."""
+        chosen = self.owner.options.get("tiers") is not None
+        return Guard.begin(tiered, module, real, chosen, self.owner.calibration)
 
     @staticmethod
     def _all(query: torch.Tensor) -> torch.Tensor:

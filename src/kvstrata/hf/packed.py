@@ -122,7 +122,8 @@ class PackedCache(Cache):
         self._dtype = torch.float16
         self._most = 0  # number of rows that pages are allocated for
         self.start = -1  # columns before those of an eager forward, -1 if unknown on the host
-        self._before: tuple[torch.Tensor, torch.Tensor] | None = None  # columns and lengths before the running forward
+        self.may_begin = True  # rows may get their first token in the forward that is running
+        self._before: tuple[torch.Tensor, torch.Tensor, bool] | None = None  # columns, lengths, `all_begun` before it
         self.steps, self.forward = PackedSteps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
@@ -269,10 +270,10 @@ class PackedCache(Cache):
         """Check the arguments of an eager forward before its first layer, and keep what is needed to undo it."""
         self._undo()
         assert self.state is not None
-        self.start = -1
+        self.start, self.may_begin = -1, not self.state.all_begun
         if not (self.state.columns.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.start = self.state.check(mask, positions, rows, queries)
-            self._before = self.state.columns.clone(), self.state.seq_lens.clone()
+            self._keep(mask, queries)
         if queries > 1:
             self.forward.drop()
 
@@ -281,7 +282,17 @@ class PackedCache(Cache):
         self._undo()
         assert self.state is not None
         self.state.check(None, None, self.rows, 1)
-        self._before = self.state.columns.clone(), self.state.seq_lens.clone()
+        self.may_begin = not self.state.all_begun
+        if self.may_begin:  # this step computes more than others: it runs eagerly, and the next one is captured
+            self.forward.warm.clear()
+            self.forward.drop()
+        self._keep(None, 1)
+
+    def _keep(self, mask: torch.Tensor | None, queries: int) -> None:
+        """Keep what is needed to undo a forward that is about to run."""
+        assert self.state is not None
+        self._before = self.state.columns.clone(), self.state.seq_lens.clone(), self.state.all_begun
+        self.state.note_tokens(mask, queries)
 
     def end_step(self) -> None:
         """Count the new columns, which all layers have now."""
@@ -297,7 +308,7 @@ class PackedCache(Cache):
         """Drop the columns of a forward that raised an error before all layers had them."""
         if self._before is None or self.state is None:
             return
-        columns, seq_lens = self._before
+        columns, seq_lens, self.state.all_begun = self._before
         self._before = None
         self.state.columns.copy_(columns)
         self.state.seq_lens.copy_(seq_lens)

@@ -27,6 +27,7 @@ class Owner(Protocol):
     forward: Forward
     rope: list[float] | None
     start: int
+    may_begin: bool
 
     @property
     def ahead(self) -> bool: ...
@@ -118,9 +119,11 @@ class PackedLayer(Owned[Owner], CacheLayerMixin):
             state.advance(mask, query.shape[2])
         calibration = self.calibration or Layer()
         known = self.owner.start if self.begun else -1
+        may_begin = self.owner.may_begin if self.begun or self.owner.ahead else not state.all_begun
         return strata_packed(
-            query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None, start=known
-        )
+            query, key, value, self.pages, state, calibration, fmt, logits, padded=mask is not None, start=known,
+            may_begin=may_begin,
+        )  # fmt: skip
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Run `step` after checks on the host; the first call also calibrates K."""

@@ -18,6 +18,7 @@ class PackedRows:
 
     def __init__(self, rows: int, blocks: int, block_size: int, device: torch.device) -> None:
         self.tokens = blocks * block_size  # capacity of a row
+        self.all_begun = False  # the host knows that every row has a token
         with torch.inference_mode(False):
             self.columns = torch.zeros((), dtype=torch.int64, device=device)
             self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -83,6 +84,14 @@ class PackedRows:
             masks.check_positions(positions.to(self.real.device), new)
         return start
 
+    def note_tokens(self, mask: torch.Tensor | None, queries: int) -> None:
+        """Update `all_begun` for the columns of a forward whose arguments `check` has accepted."""
+        if self.all_begun:
+            return
+        self.all_begun = mask is None
+        if mask is not None:
+            self.all_begun = bool(((self.seq_lens > 0) | self._new_tokens(mask, queries).any(1)).all())
+
     def matches(self, mask: torch.Tensor) -> bool:
         """True if a 2-D or 4-D mask is the padding of earlier calls followed by one token in every row."""
         end = int(self.columns) + 1
@@ -100,6 +109,7 @@ class PackedRows:
         self.seq_lens.sub_(self.real[:, start:end].sum(1, dtype=torch.int32))
         self.real[:, start:] = True
         self.columns.fill_(start)
+        self.all_begun = self.all_begun and bool((self.seq_lens > 0).all())
 
     def select(self, rows: torch.Tensor) -> PackedRows:
         """Lengths and padding of the given rows, int64 ``[n]`` on the device; in place if their number is unchanged."""
@@ -108,6 +118,7 @@ class PackedRows:
         if len(rows) != len(self):
             chosen = PackedRows(len(rows), blocks, self.tokens // blocks, self.real.device)
             chosen.columns.copy_(self.columns)
+            chosen.all_begun = self.all_begun
         seq_lens, real = self.seq_lens[rows], self.real[rows]
         chosen.seq_lens.copy_(seq_lens)
         chosen.real.copy_(real)

@@ -13,8 +13,10 @@ With a calibration, codes depend only on the rows and their format.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
@@ -160,6 +162,15 @@ class Calibration:
         """Cost of rounding K and V of each layer, or None if that was not measured."""
         both = tuple(k + v for k, v in zip(self.k_sensitivity, self.v_sensitivity, strict=False))
         return both if len(both) == len(self.layers) else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the balance and the centre of all layers but those of ``windows``; equal for equal numbers."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            for x in (layer.balance, layer.centre):
+                digest.update(b"none" if x is None else str(tuple(x.shape)).encode() + x.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def check(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise ValueError unless this is a calibration of a model with these sizes."""

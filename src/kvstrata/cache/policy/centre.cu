@@ -1,7 +1,7 @@
 // Centres of K of places, each a (request, layer) in which nothing is quantised yet; the definition is centre.py.
 //
 //   sum     a block per place and KV head: means of its first tokens, plain and rotated back by either pairing, and the
-//           squares of their lengths
+//           squares of their lengths; rows far above the median magnitude are left out
 //   finish  a block per place: the pairing with the longest means over all heads, rotated to the positions ahead
 //   store   a block per place: copies to the cache, when nothing can fail any more
 //
@@ -11,6 +11,7 @@
 #include "page.cuh"
 
 constexpr int kThreads = 1024, kTokens = 1024, kStride = 32, kChunks = kTokens / kStride, kAhead = 4;
+constexpr float kFar = 32.f;  // FAR of centre.py
 enum Pairing { kPlain, kHalves, kNeighbours, kPairings };
 
 struct Params {
@@ -42,6 +43,47 @@ __device__ __forceinline__ int2 channels(int pairing, int i, int pairs) {
   return pairing == kHalves ? make_int2(i, i + pairs) : make_int2(2 * i, 2 * i + 1);
 }
 
+// Lower median over the block of the values that are not negative; NaN if there are none.
+__device__ __forceinline__ float median(float x) {
+  const int rank = (__syncthreads_count(x >= 0.f) - 1) / 2;
+  int bits = 0;  // the largest number that at most `rank` values are below
+  for (int bit = 1 << 30; bit; bit >>= 1) {
+    const int more = bits | bit;
+    if (__syncthreads_count(x >= 0.f && __float_as_int(x) < more) <= rank) bits = more;
+  }
+  return __int_as_float(bits);
+}
+
+// Set rows far above the median magnitude of all to null; `magnitudes` has room for all.
+template <class In>
+__device__ __forceinline__ void leave_out_far(const In** rows, float* magnitudes, const signed char* balance, i64 own,
+                                              int dim) {
+  const int lane = threadIdx.x % 32;
+  for (int at = threadIdx.x / 32 * kAhead; at < kTokens; at += kThreads / 32 * kAhead) {
+    float largest[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) largest[j] = -1.f;  // of no value
+    for (int channel = lane; channel < dim; channel += 32) {
+      const float by = factor(balance, own + channel);
+#pragma unroll
+      for (int j = 0; j < kAhead; j++) {
+        const In* row = rows[at + j];
+        const float x = row ? fabsf(to_float(row[channel]) * by) : __int_as_float(0x7fffffff);
+        if (x <= kLargest) largest[j] = fmaxf(largest[j], x);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) {
+      for (int step = 16; step; step /= 2) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], step));
+      if (lane == 0) magnitudes[at + j] = largest[j];
+    }
+  }
+  __syncthreads();
+  const float mine = magnitudes[threadIdx.x], middle = median(mine);
+  if (middle > 0.f && mine > kFar * middle) rows[threadIdx.x] = nullptr;
+  __syncthreads();
+}
+
 template <class In, class Position>
 __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p) {
   extern __shared__ float partial[];  // [3, kChunks, D / 2]: sums of both channels, and their counts in 16 bits each
@@ -64,6 +106,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
     if (position >= 0 && position < kTokens) rows[position] = reinterpret_cast<const In*>(page) + slot * p.dim;
   }
   __syncthreads();
+  leave_out_far(rows, partial, p.balance, bucket / p.tiers * p.dim, p.dim);
 
   const int column = threadIdx.x % columns, stripe = threadIdx.x / columns, stripes = kThreads / columns;
   float* const first = partial;

@@ -10,7 +10,8 @@ It need not be known how RoPE pairs channels, (i, i + n) or (2i, 2i + 1): with t
 the longest means (over all heads of a layer, which has one RoPE). If neither pairing gives longer means than the plain
 ones, the plain means are used. The origin of positions does not matter.
 
-Values that are not finite, or too large for fp16, are ignored: one broken token would shift all others.
+Values that are not finite, or too large for fp16, are ignored, and so are rows whose largest magnitude is more than
+`FAR` times the median of those of their head's rows: one broken token would shift all others.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 CENTRE_TOKENS = 1024  # the more, the better: docs/decisions.md
 HORIZON = 2048  # minimum number of positions to average over, up to max_tokens
+FAR = 32.0  # a row's largest magnitude relative to the median of its head's rows; above it, the row takes no part
 STRIDE = 32  # sequential additions per partial sum
 TABLE = 1 << 24  # maximum number of values per batch of requests
 
@@ -121,7 +123,7 @@ def _of_rows(
     """`centre_of` the rows ``k [n, D]``; ``slots``: head cache and position of each, ``shape``: requests and heads."""
     if rope and (loops := _numba(k.device.type)) is not None:
         by = rope_tables(tuple(rope), CENTRE_TOKENS, k.device)
-        means = loops.means(k, slots, shape[0] * shape[1], CENTRE_TOKENS, STRIDE, by)
+        means = loops.means(k, slots, shape[0] * shape[1], CENTRE_TOKENS, STRIDE, by, FAR)
         return _ahead([x.unflatten(0, shape) for x in means], rope, positions)
     table, takes_part = _table(k, slots, shape[0] * shape[1])
     return centre_of(table.unflatten(0, shape), takes_part.unflatten(0, shape), rope, positions)
@@ -187,6 +189,7 @@ def centre_of(
         rope: radians per position of channel pairs; empty if K is not rotated.
         positions: number of positions to average over, per request ``[requests]``.
     """
+    table, takes_part = _without_far_rows(table, takes_part)
     if not rope:
         return _means([table], [takes_part])[0]
     n = len(rope)
@@ -200,6 +203,21 @@ def centre_of(
         tables += [x * cos + y * sin, y * cos - x * sin]
         parts += [both, both]
     return _ahead(_means(tables, parts), rope, positions)
+
+
+def _without_far_rows(table: torch.Tensor, takes_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``table`` and ``takes_part`` of `centre_of` without rows whose magnitude is far above that of the others.
+
+    Maximum and (lower) median are exact in any order of the values, so all backends leave out the same rows.
+    """
+    largest, present = table.abs().amax(-1), takes_part.any(-1)
+    ordered = torch.where(present, largest, torch.inf).sort(-1).values
+    if table.device.type == "cpu" and not bool((largest > FAR * ordered[..., :1]).any()):
+        return table, takes_part
+    middle = (present.sum(-1, keepdim=True) - 1).clamp(min=0) // 2
+    median = ordered.gather(-1, middle)
+    far = (present & (largest > FAR * median) & (median > 0)).unsqueeze(-1)
+    return table.masked_fill(far, 0.0), takes_part & ~far
 
 
 def _pairs(n: int) -> tuple[tuple[slice, slice], ...]:

@@ -1,4 +1,4 @@
-"""Sums of the first rows of K for its centre, on the CPU in a compiled loop; bit-identical to `centre._sum`."""
+"""Means of the first rows of K for its centre, on the CPU in compiled loops; bit-identical to those of centre.py."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from kvstrata.loops import exact
 from kvstrata.quant.reference import LARGEST
 
 MOST = np.float32(LARGEST)
+MOST_BITS, SIGN = np.float32(LARGEST).view(np.int32), np.int32(0x7FFFFFFF)
 
 
 def means(
     k: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], head_caches: int, positions: int, stride: int,
-    rope_tables: tuple[torch.Tensor, torch.Tensor],
+    rope_tables: tuple[torch.Tensor, torch.Tensor], far: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Means of rows ``k [n, D]`` as they are, and rotated back by RoPE for both ways of pairing channels.
 
-    ``slots``: head cache and position of each row. ``rope_tables``: cos and sin, float32 ``[positions, pairs]``.
+    ``slots``: head cache and position of each row. ``rope_tables``: cos and sin, float32 ``[positions, pairs]``. Rows
+    beyond ``far`` times the median magnitude of their head cache take no part.
     Returns ``[head_caches, D]``, then two pairs of ``[head_caches, pairs]``, as `centre._means` does.
     """
     cos, sin = (x.contiguous().numpy() for x in rope_tables)
@@ -25,8 +27,32 @@ def means(
     row_at = np.full((head_caches, positions), -1, np.int64)
     row_at[slots[0].numpy(), slots[1].numpy()] = np.arange(len(k))
     out = torch.empty(head_caches, dim + 4 * pairs, dtype=torch.float32, device="cpu")
-    _add(k.contiguous().numpy(), row_at, stride, cos, sin, out.numpy())
+    rows = k.contiguous().numpy()
+    _leave_out_far(rows.view(np.int32), row_at, np.float32(far))
+    _add(rows, row_at, stride, cos, sin, out.numpy())
     return list(out.split([dim, *[pairs] * 4], 1))
+
+
+@exact
+def _leave_out_far(bits, row_at, far):
+    """Set ``row_at`` to -1 where `centre._without_far_rows` leaves rows out; ``bits`` of float32 order magnitudes."""
+    magnitude = np.empty(row_at.shape[1], np.int32)
+    for rows in row_at:
+        for position in range(len(rows)):
+            largest = np.int32(-1)  # of no value
+            if rows[position] >= 0:
+                row = bits[rows[position]]
+                for d in range(len(row)):
+                    size = np.int32(row[d] & SIGN)
+                    largest = max(largest, np.int32(size if size <= MOST_BITS else np.int32(-1)))
+            magnitude[position] = largest
+        present = magnitude[magnitude >= 0].view(np.float32)
+        if len(present) == 0 or present.max() <= far * present.min():
+            continue
+        median = np.sort(present)[(len(present) - 1) // 2]
+        for position in range(len(rows)):
+            if magnitude[position] >= 0 and median > 0 and magnitude.view(np.float32)[position] > far * median:
+                rows[position] = -1
 
 
 @exact

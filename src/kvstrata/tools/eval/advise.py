@@ -19,6 +19,7 @@ import torch
 from . import contenders
 from .measure import decode
 from .sensitivity import Sensitivity
+from .sizes import sizes_of
 
 # How much more an error in K costs than one in V; None: tiers follow the budget.
 TIERS: dict[str, tuple[str, ...] | None] = {
@@ -69,7 +70,7 @@ def advise(
     if not bound > 0:
         raise ValueError(f"bound: expected a positive KL in nats, got {bound!r}")
     rows, tokens = ids.shape
-    name = family(sensitivity)
+    name, sizes = family(sensitivity), sizes_of(model)
     _, exact = decode(
         model, ids, contenders.exact().make(model.config, rows, tokens), prompt=prompt, chunk=chunk, keep=True
     )
@@ -77,7 +78,7 @@ def advise(
 
     def arguments_at(budget: float) -> dict[str, Any]:
         pages = {key: value for key, value in options.items() if key != "calibration"}  # only for StrataCache
-        return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, model.config, tokens, **pages)), **options}
+        return {"tiers": list(TIERS[name] or contenders.tiers_at(budget, sizes, tokens, **pages)), **options}
 
     def measure(budget: float) -> Step:
         contender = contenders.strata(budget, **arguments_at(budget))
@@ -90,7 +91,7 @@ def advise(
                 raise
             return Step(budget, float("inf"), budget, False)
         kl = sum(map(sum, scores.kl)) / (rows * sum(scores.count))
-        return Step(budget, kl, contender.size(cache) / contenders.full_bytes(model.config, rows, tokens), kl <= bound)
+        return Step(budget, kl, contender.size(cache) / sizes.full_bytes(rows, tokens), kl <= bound)
 
     def record(budget: float) -> Step:
         step = measure(budget)

@@ -103,7 +103,7 @@ def evaluate(
     from kvstrata.quant.calibration import Calibration
     from kvstrata.tools.bench.machine import describe
 
-    from . import contenders, plot, quality, render, texts
+    from . import contenders, plot, quality, render, sizes, texts
     from . import model as models
     from . import results as saved
     from .packed import at_bytes, check_packed
@@ -128,6 +128,9 @@ def evaluate(
         corpus = texts.load(chosen)
         state = saved.load(path) if path.exists() else None
         net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console, calibrated)
+        shape = sizes.sizes_of(net)
+        if widths and shape.tiers is None:
+            raise ValueError("--bits: expected a model with full attention, got one with sliding windows only")
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(corpus)):
         if state is not None:
@@ -139,14 +142,14 @@ def evaluate(
     state.machine = machine
     pages = contenders.small_pages(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
     if peers and not (widths or packed):
-        state.note_absent(contenders.absent())
+        state.note_absent(contenders.absent(shape))
     with ui.progress_bars(console) as bar:
         for length in lengths:
             with ui.usage_errors():
                 ids = models.encode(tokenizer, corpus, length, stretches).to(torch_device)
-                at_equal_bytes = [x for name in packed or [] for x in at_bytes(name, net.config, length, calibrated)]
+                at_equal_bytes = [x for name in packed or [] for x in at_bytes(name, shape, length, calibrated)]
             wanted = [*widths, *at_equal_bytes] or contenders.at_budgets(
-                net.config, budgets, policy or ["importance"], lists, length, peers, pages, calibrated
+                shape, budgets, policy or ["importance"], lists, length, peers, pages, calibrated
             )
             prompt = 0 if widths or at_equal_bytes else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
@@ -162,23 +165,23 @@ def evaluate(
             )
             bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
         if needles and not (widths or packed):
-            sizes = [512] if quick else [1024, 2048]
+            lengths = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
             ours = [contenders.strata(b, **pages) for b in budgets]
-            task = bar.add_task("needles", total=(len(ours) + 1) * len(sizes) * len(depths))
+            task = bar.add_task("needles", total=(len(ours) + 1) * len(lengths) * len(depths))
             quality.run_needles(
                 net,
                 tokenizer,
                 next(iter(corpus.values())),
                 ours,
                 state,
-                lengths=sizes,
+                lengths=lengths,
                 depths=depths,
                 asked=2 if quick else 4,
                 after=lambda: saved.save(state, path),
                 tick=lambda name, n: bar.advance(task),
             )
-            bar.update(task, completed=(len(ours) + 1) * len(sizes) * len(depths))
+            bar.update(task, completed=(len(ours) + 1) * len(lengths) * len(depths))
     saved.save(state, path)
     if as_json:
         sys.stdout.write(saved.dumps(state))

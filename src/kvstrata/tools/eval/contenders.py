@@ -7,7 +7,6 @@ so for every contender, tensors of rows in its precision count as 16 bit.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from kvstrata.quant.calibration import Calibration
 from .bits import BitsCache
 from .kivi import KiviCache
 from .rounding import RoundedCache
+from .sizes import ModelSizes, state_bytes
 
 GROUP_BYTES = 4  # scale and zero of a KIVI group
 
@@ -51,22 +51,12 @@ def small_pages(room: int = 1) -> dict[str, Any]:
     return dict(recent_tokens=16 + -(room + 4) % 16, sink_tokens=4, page_tokens=16, settle_every=room)
 
 
-def tiers_at(budget: float, config: Any, tokens: int, **options: Any) -> list[str]:
+def tiers_at(budget: float, sizes: ModelSizes, tokens: int, **options: Any) -> list[str]:
     """The default tiers of `StrataCache` for this fraction of 16 bit."""
     given = {"max_tokens": tokens} | small_pages() | options
-    cache = TieredCache(*sizes_of(config), budget=budget, dtype=torch.float16, **given)
+    shape = sizes.tiers or (len(sizes.layers), *sizes.layers[0][:2])
+    cache = TieredCache(*shape, budget=budget, dtype=torch.float16, **given)
     return [f.name for f in cache.formats[1:]]
-
-
-def sizes_of(config: Any) -> tuple[int, int, int]:
-    """Layers, KV heads and head_dim of a model."""
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return (
-        text.num_hidden_layers,
-        heads,
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-    )
 
 
 def strata(
@@ -88,13 +78,15 @@ def strata(
 
 
 def layer_bytes(cache: Any) -> int:
-    """Bytes that the layers of a cache report."""
-    return sum(layer.nbytes for layer in cache.layers)
+    """Bytes that the layers of a cache report, and those of layers with other states than K and V."""
+    return sum(layer.nbytes if hasattr(layer, "nbytes") else state_bytes(layer) for layer in cache.layers)
 
 
 def reported_bytes(cache: Any) -> int:
-    """Bytes that a `StrataCache` reports."""
-    return cache.memory().total
+    """Bytes that a `StrataCache` reports; K and V in float32 of layers that it leaves plain count as 16 bit."""
+    plain = (getattr(cache.layers[place], name, None) for place in cache.plain_layers for name in ("keys", "values"))
+    wide = sum(x.nbytes for x in plain if torch.is_tensor(x) and x.dtype == torch.float32)
+    return cache.memory().total - wide // 2
 
 
 def _recorded(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
@@ -154,25 +146,34 @@ def _rounded(bits: float, name: str, recent_tokens: int, sink_tokens: int) -> Co
 KIVI = ((8, 8), (8, 4), (4, 4), (4, 3), (4, 2), (3, 3), (3, 2), (2, 2))  # bits of K and V
 
 
-def kivi(budget: float, config: Any, tokens: int) -> list[Contender]:
-    """KIVI-style caches with the most bits that fit the budget at this length, K before V.
+def kivi(budget: float, sizes: ModelSizes, tokens: int) -> list[Contender]:
+    """KIVI-style caches with the most bits that fit the budget at this length, K before V; none if `no_kivi`.
 
     Groups of 32, and of 64 if these allow wider codes: neither is always better.
     """
-    dim = sizes_of(config)[2]
     contenders: list[Contender] = []
     widest = 0
+    plain = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
     for group in (32, 64):
-        if dim % group:
+        if no_kivi(sizes, group):
             continue
         old = (tokens - 32) // group * group
         for k_bits, v_bits in KIVI:
-            per_token = dim * (k_bits + v_bits) / 8 + 2 * GROUP_BYTES * dim / group
-            share = (per_token * old + 4 * dim * (tokens - old)) / (4 * dim * tokens)
+            codes = sum(x.kv_heads * (x.k_dim * k_bits + x.v_dim * v_bits) for x in sizes.layers) / 8
+            per_token = codes + GROUP_BYTES * plain / 2 / group
+            share = (per_token * old + plain * (tokens - old)) / (plain * tokens)
             if share <= budget and k_bits + v_bits > widest:
                 contenders.append(_kivi(budget, k_bits, v_bits, group))
                 widest = k_bits + v_bits
     return contenders
+
+
+def no_kivi(sizes: ModelSizes, group: int = 32) -> str | None:
+    """Reason why a model has no KIVI-style caches with this group, or None."""
+    if sizes.mixed:
+        return f"expected layers of attention or of other states, got {sizes.mixed}"
+    odd = sorted({layer.v_dim for layer in sizes.layers if layer.v_dim % group})
+    return f"expected a head_dim of V that is a multiple of {group}, got {odd[0]}" if odd else None
 
 
 def _kivi(budget: float, k_bits: int, v_bits: int, group: int) -> Contender:
@@ -193,10 +194,11 @@ def quantized(backend: str, bits: int) -> Contender:
     return Contender(f"QuantizedCache {backend} {bits} bit", "peer", make, tensor_bytes)
 
 
-def absent() -> dict[str, str]:
-    """Peers that are not installed, and why."""
+def absent(sizes: ModelSizes | None = None) -> dict[str, str]:
+    """Peers that are not installed or, given the sizes, that a model does not allow, and why."""
     needs = {"quanto": "optimum.quanto", "hqq": "hqq"}
-    reasons = {}
+    reason = None if sizes is None else no_kivi(sizes)
+    reasons = {} if reason is None else {"KIVI-style": reason}
     for name, module in needs.items():
         try:
             installed = importlib.util.find_spec(module) is not None
@@ -218,7 +220,7 @@ def peers() -> list[Contender]:
 
 
 def at_budgets(
-    config: Any,
+    sizes: ModelSizes,
     budgets: Sequence[float],
     policies: Sequence[str],
     tiers: Sequence[list[str]],
@@ -236,7 +238,7 @@ def at_budgets(
     for budget in budgets:
         for policy in policies:
             for entry in choices:
-                options = pages | {"tiers": entry or tiers_at(budget, config, tokens, **pages)}
+                options = pages | {"tiers": entry or tiers_at(budget, sizes, tokens, **pages)}
                 name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
                 name += "" if entry is None else f" {','.join(entry)}"
                 kind = "ours" if name == "kvstrata" else "variant"
@@ -246,7 +248,7 @@ def at_budgets(
                     wanted.append(
                         strata(budget, f"{name}, calibrated", "variant", calibration, **options, policy=policy)
                     )
-        wanted += kivi(budget, config, tokens) if with_peers else []
+        wanted += kivi(budget, sizes, tokens) if with_peers else []
     return wanted + (peers() if with_peers else [])
 
 
@@ -274,8 +276,3 @@ def tensor_bytes(cache: Any) -> int:
         for tensor in _tensors(vars(layer))
     }
     return sum(sizes.values())
-
-
-def full_bytes(config: Any, rows: int, tokens: int) -> int:
-    """Bytes of K and V of these tokens at 16 bit."""
-    return 4 * rows * tokens * math.prod(sizes_of(config))

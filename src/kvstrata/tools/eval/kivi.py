@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvstrata.layout.rows import pack_rows, unpack_rows
 
+from .sizes import replaced_layers
+
 
 @dataclass(frozen=True)
 class Block:
@@ -97,12 +99,15 @@ class KiviLayer(DynamicLayer):
 
     @property
     def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self.blocks) + self.keys.nbytes + self.values.nbytes
+        recent = self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+        return sum(k.nbytes + v.nbytes for k, v in self.blocks) + recent
 
 
 class KiviCache(Cache):
-    """One `KiviLayer` per layer of a model with full attention."""
+    """One `KiviLayer` per layer of a model that stores K and V; it keeps all tokens of those with a window, too.
+
+    ValueError for layers with attention and other states in one.
+    """
 
     def __init__(self, config: PreTrainedConfig, k_bits: int, v_bits: int, group: int = 32, residual: int = 32) -> None:
-        layers = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[KiviLayer(k_bits, v_bits, group, residual) for _ in range(layers)])
+        super().__init__(layers=replaced_layers(config, lambda: KiviLayer(k_bits, v_bits, group, residual)))

@@ -18,7 +18,8 @@ from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.store import PlainRows, store_packed
 
-from .contenders import Contender, layer_bytes, sizes_of, strata
+from .contenders import Contender, layer_bytes, strata
+from .sizes import ModelSizes, replaced_layers
 
 
 class PackedLayer(DynamicLayer):
@@ -95,6 +96,8 @@ class PackedLayer(DynamicLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of full pages, and of the tail and sink rows at 16 bit."""
+        if not self.is_initialized:
+            return 0
         rows, _, heads, size = self.pages.shape
         plain = self.page_tokens + self.sink_tokens
         return rows * heads * (self.length // self.page_tokens * size + 4 * plain * self.format.head_dim)
@@ -110,17 +113,30 @@ def check_packed(name: str) -> None:
         raise ValueError(f"--packed: expected a quantised format such as K4V4, got {name!r}")
 
 
-def at_bytes(name: str, config: Any, tokens: int, calibration: Calibration | None) -> list[Contender]:
+def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration | None) -> list[Contender]:
     """Packed pages of one format, and tiers under a budget of as many bytes, with the same calibration.
 
     Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those. ValueError for a
-    calibration of a model with other sizes.
+    model whose layers cannot all be packed, and for a calibration of a model with other sizes.
     """
+    if sizes.mixed:
+        raise ValueError(f"--packed: expected layers of attention or of other states, got {sizes.mixed}")
+    for layer in sizes.layers:
+        if layer.k_dim != layer.v_dim:
+            raise ValueError(f"--packed: expected K and V of one size, got {layer.k_dim} and {layer.v_dim}")
+        if layer.k_dim % 16 or not 32 <= layer.k_dim <= 256:
+            raise ValueError(f"--packed: expected head_dim to be a multiple of 16 from 32 to 256, got {layer.k_dim}")
+    shapes = sorted(set(sizes.layers))
     if calibration is not None:
-        calibration.check(*sizes_of(config))
+        if len(shapes) > 1:
+            raise ValueError(
+                f"--packed: expected layers of one shape with --calibration, got {shapes[0][:2]} and {shapes[1][:2]}"
+            )
+        calibration.check(len(sizes.layers), *shapes[0][:2])
     ours = packed(name, calibration=calibration)
-    dim = sizes_of(config)[2]
-    share = Format.parse(name, dim).bytes_per_token * (tokens // 64 * 64) / (4 * dim * tokens) + (64 + 4) / tokens
+    full = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
+    codes = sum(layer.kv_heads * Format.parse(name, layer.k_dim).bytes_per_token for layer in sizes.layers)
+    share = codes * (tokens // 64 * 64) / (full * tokens) + (64 + 4) / tokens
     budget = math.floor(1000 * share) / 1000
     options: dict[str, Any] = dict(recent_tokens=60, sink_tokens=4, page_tokens=16, settle_every=1)
     label = f"tiers at the bytes of {name}" + (", calibrated" if calibration is not None else "")
@@ -133,9 +149,10 @@ def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: 
     options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibration is not None)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        layers = range(sizes_of(config)[0])
-        of_layer = [None if calibration is None else calibration.layers[i] for i in layers]
-        return Cache(layers=[PackedLayer(name, page_tokens, sink_tokens, of_layer[i]) for i in layers])
+        given = iter(()) if calibration is None else iter(calibration.layers)
+        return Cache(
+            layers=replaced_layers(config, lambda: PackedLayer(name, page_tokens, sink_tokens, next(given, None)))
+        )
 
     label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibration is not None else "")
     return Contender(label, "ours", make, layer_bytes, None, options)

@@ -10,6 +10,7 @@ import torch
 from . import contenders, measure, needle
 from .contenders import Contender
 from .results import Needle, Quality, Row, plain
+from .sizes import sizes_of
 
 
 def run(
@@ -32,7 +33,7 @@ def run(
     if rows % len(state.texts):
         raise ValueError(f"ids: expected as many rows of each of {len(state.texts)} texts, got {rows}")
     setting = (tokens, prompt, chunk, rows // len(state.texts))
-    exact_contender, full = contenders.exact(), contenders.full_bytes(model.config, rows, tokens)
+    exact_contender, full = contenders.exact(), sizes_of(model).full_bytes(rows, tokens)
 
     def add(contender: Contender, scores: measure.Scores, size: int, tiers: dict[str, int]) -> None:
         name, kind, budget, options = contender.name, contender.kind, contender.budget, plain(contender.options)

@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvstrata.layout.rotation import rotate
 from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
 
+from .sizes import replaced_layers
+
 SCALE_BYTES = 4  # two fp16 scales per token and KV head
 
 
@@ -76,4 +78,6 @@ class RoundedCache(Cache):
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         if other := sorted(set(kinds) - {"full_attention"}):
             raise ValueError(f"config: expected layers of full attention only, got {', '.join(other)}")
-        super().__init__(layers=[RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens) for _ in kinds])
+        super().__init__(
+            layers=replaced_layers(config, lambda: RoundedLayer(k_bits, v_bits, recent_tokens, sink_tokens))
+        )
