@@ -104,7 +104,7 @@ def test_softcaps_and_sinks_are_those_of_the_model(name: str, monkeypatch: pytes
     real_add = Guard.add
 
     def add(self, layer, query, key, value, real, logits):
-        sample = guard.Sample(self.cache, layer, 0, query[0], key[0], value[0], logits)
+        sample = guard.Sample.of_tiers(self.cache, layer, 0, query[0], key[0], value[0], logits)
         truths.append(sample.truth.flatten(0, 1))  # [heads, queries, D]
         real_add(self, layer, query, key, value, real, logits)
 
@@ -153,7 +153,7 @@ def test_the_estimate_is_the_error_of_stored_rows():
     )  # fmt: skip
     cache.append(0, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     cache.settle()
-    sample = guard.Sample(cache, 0, 0, q, k, v, Logits(0.125))
+    sample = guard.Sample.of_tiers(cache, 0, 0, q, k, v, Logits(0.125))
     form = cache.formats[1]
     stored_k, stored_v, positions = gather(cache, 0, [0])
     order = positions[0].argsort(-1).unsqueeze(-1).expand(-1, -1, 64)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Llama4TextConfig, M
 from hf_model import FAMILIES, SIZES, greedy, prompt
 from kvstrata.hf import StrataCache, window, window_step
 from kvstrata.hf.calibrate import calibrate
+from kvstrata.hf.guard import BudgetWarning
 from kvstrata.hf.window import WindowLayer
 from kvstrata.hf.window_rows import RowCalibration
 from kvstrata.quant.calibration import Calibration, LayerCalibration
@@ -117,6 +118,31 @@ def test_scaled_pairs_cost_nothing(where: str) -> None:
     assert errors[1] < 1.15 * errors[0]
     without = StrataCache(model.config, **SMALL, budget=0.3, balance=False)
     assert error(logits(model, without), logits(model, DynamicCache(config=model.config))) > 2 * errors[0]
+
+
+@pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
+def test_a_format_that_is_too_narrow_for_a_window_gives_one_warning(where: str) -> None:
+    hard = scaled(make("mistral-window")).to(where)
+
+    def warned(mask: torch.Tensor = MASK, **options: Any) -> list[str]:
+        cache = StrataCache(hard.config, **SMALL | options)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for _ in range(2):
+                hard(IDS.to(where), attention_mask=mask.to(where), past_key_values=cache)
+                cache.reset()
+        return [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
+
+    assert warned(budget=0.3) == []
+    (found,) = warned(budget=0.3, balance=False)
+    assert "budget: expected one that keeps this model's attention, got 0.3, with an estimated error of" in found
+    assert "a sliding window in K4V4; budget=" in found
+    advised = float(found.split("budget=")[1].split()[0])
+    assert 0.3 < advised <= 1
+    assert warned(budget=advised, balance=False) == []
+    short = MASK.clone()
+    short[:, 60:] = 0
+    assert warned(short, budget=0.29, balance=False) == [], "too short for an estimate"
 
 
 def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch, where: str) -> None:

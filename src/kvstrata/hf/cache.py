@@ -32,7 +32,7 @@ from kvstrata.quant.calibration import Calibration
 from . import attention, balance, files, mass, support, turns
 from .columns import Columns
 from .forward import Forward
-from .guard import Guard
+from .guard import Guard, WindowGuard
 from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .mask import LastMask
@@ -158,6 +158,7 @@ class StrataCache(Columns):
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of a buffer that may be longer
         self._checked, self.checked_window = LastMask(), LastMask()
         self.guard: Guard | None = None  # set during the first prompt
+        self.window_guard: WindowGuard | None = None
 
         layers = DynamicCache(config=config).layers
         self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers that share the K and V of others

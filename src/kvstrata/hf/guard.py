@@ -6,14 +6,15 @@ cache, and some of its queries attend to them. The estimate is the relative erro
     error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
 
 with the two tiers whose bytes per token enclose the fraction. It ignores importance, which gives the wider tier to
-tokens that matter, and the bytes of tables. Each model is checked once per setting (budget, formats, balance and
+tokens that matter, and the bytes of tables. Layers with a sliding window have one format, so their error is that of the
+format (`WindowGuard`). Each model is checked once per setting (budget, formats, balance and
 calibration) and process.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,19 +44,28 @@ class BudgetWarning(UserWarning):
 
 
 class Sample:
-    """Some queries of a prompt, and the rows of K and V that they attend to, in one layer of one request."""
+    """Some queries of a prompt, and the rows of K and V that they attend to, in one layer of one request.
+
+    Args:
+        query: ``[heads, n, D]``, the request's first n tokens; key, value: ``[kv_heads, n, D]``.
+        balance, centre: ``[kv_heads, D]`` of K; None is no balance, and a centre that is estimated from the rows.
+        rope: radians per position of K's rotated pairs; ``ahead`` positions are averaged over for the centre.
+        plain: numbers of sink and recent tokens, which stay at 16 bit.
+    """
 
     def __init__(
         self,
-        cache: TieredCache,
-        layer: int,
-        request: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         logits: Logits,
+        *,
+        balance: torch.Tensor | None,
+        centre: torch.Tensor | None,
+        rope: Sequence[float],
+        ahead: torch.Tensor,
+        plain: tuple[int, int],
     ) -> None:
-        """``query [heads, n, D]``, ``key, value [kv_heads, n, D]`` of the request's first n tokens."""
         tokens = min(query.shape[1], MOST)
         query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
         token_index = torch.arange(tokens, device=query.device)
@@ -63,18 +73,34 @@ class Sample:
         self.query = query[:, query_index].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
         self.k, self.v = (x[:, :tokens].float().nan_to_num(0.0, 0.0, 0.0) for x in (key, value))
         self.hidden = token_index > query_index.unsqueeze(1)
-        recent = min(cache.recent_tokens, tokens // 8)
-        self.is_plain = (token_index > query_index.unsqueeze(1) - recent) | (token_index < cache.sink_tokens)
-        balance = factors_of(cache, layer, [request])
-        self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance[0].unsqueeze(1)
-        if cache._centred[request, layer]:
-            centre = cache.centre[request, layer]
-        else:
+        sinks, recent = plain[0], min(plain[1], tokens // 8)
+        self.is_plain = (token_index > query_index.unsqueeze(1) - recent) | (token_index < sinks)
+        self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance.unsqueeze(1)
+        if centre is None:
             present = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
-            length = torch.tensor([tokens], device=query.device)
-            centre = centre_of(self.k[None], present, cache.rope, horizon(length, cache.max_tokens))[0]
+            centre = centre_of(self.k[None], present, rope, ahead)[0]
         self.centre = centre.unsqueeze(1)
         self.truth = self._attend(self.k, self.v)
+
+    @classmethod
+    def of_tiers(
+        cls,
+        cache: TieredCache,
+        layer: int,
+        request: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        logits: Logits,
+    ) -> Sample:
+        """Sample of a layer of a TieredCache, with its balance and centre."""
+        balance, tokens = factors_of(cache, layer, [request]), min(query.shape[1], MOST)
+        return cls(
+            query, key, value, logits, balance=None if balance is None else balance[0],
+            centre=cache.centre[request, layer] if cache._centred[request, layer] else None, rope=cache.rope,
+            ahead=horizon(torch.tensor([tokens], device=query.device), cache.max_tokens),
+            plain=(cache.sink_tokens, cache.recent_tokens),
+        )  # fmt: skip
 
     def error(self, form: Format) -> float:
         """Relative error of the attention output with all but sink and recent tokens in a format."""
@@ -118,6 +144,25 @@ def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format]
     return float((share * wide**2 + (1 - share) * narrow**2) ** 0.5)
 
 
+def _is_new(module: torch.nn.Module, real: np.ndarray, setting: object) -> bool:
+    """True if a prompt is long enough for an estimate, and the model was not checked with this setting before."""
+    if not real.size or real.sum(1).max() < FEWEST:
+        return False
+    seen = _seen.setdefault(module, set())
+    is_new = setting not in seen
+    seen.add(setting)
+    return is_new
+
+
+def _warn(fraction: float, error: float, where: str, instead: str) -> None:
+    warnings.warn(
+        f"budget: expected one that keeps this model's attention, got {fraction:g}, with an estimated error of"
+        f" {100 * error:.0f} % in {where}; {instead} would do",
+        BudgetWarning,
+        stacklevel=3,
+    )
+
+
 class Guard:
     """Error estimate of one cache, collected layer by layer over its first prompt; created by `begin`."""
 
@@ -142,15 +187,11 @@ class Guard:
         """
         if not isinstance(cache.budget.amount, float):
             return None
-        counts = real.sum(1)
-        if counts.max() < FEWEST:
-            return None
         given = None if calibration is None else calibration.fingerprint
         setting = (cache.budget.amount, cache.formats, cache.balance is None, given)
-        seen = _seen.setdefault(module, set())
-        if setting in seen:
+        if not _is_new(module, real, setting):
             return None
-        seen.add(setting)
+        counts = real.sum(1)
         return cls(cache, int(counts.argmax()), chosen)
 
     @torch.no_grad()
@@ -166,7 +207,7 @@ class Guard:
         """Estimate a layer: ``query [rows, heads, n, D]``, ``key, value [rows, kv_heads, n, D]``, ``real [rows, n]``"""
         cache, chosen = self.cache, real[self.request].nonzero().flatten()[:MOST]
         q, k, v = (x[self.request].detach()[:, chosen] for x in (query, key, value))
-        sample = Sample(cache, layer, self.request, q, k, v, logits)
+        sample = Sample.of_tiers(cache, layer, self.request, q, k, v, logits)
         whole = cache.page_tokens * cache.budget.token_bytes
         prices = [price / whole for price in cache.budget.page_price[1:]]
         error = error_at(self.fraction, prices, cache.formats[1:], sample)
@@ -186,9 +227,37 @@ class Guard:
             instead = f"budget={self.advice:g}" if self.advice else "budget=1.0"
             if self.chosen:
                 instead += " without tiers="
-            warnings.warn(
-                f"budget: expected one that keeps this model's attention, got {self.fraction:g}, with an estimated"
-                f" error of {100 * self.worst:.0f} % in layer {self.layer}; {instead} would do",
-                BudgetWarning,
-                stacklevel=2,
-            )
+            _warn(self.fraction, self.worst, f"layer {self.layer}", instead)
+
+
+class WindowGuard:
+    """Error estimate of the layers with a sliding window, in their one format, over the first prompt.
+
+    ``request``: row of the batch with the most tokens, ``fraction``: the cache's budget.
+    """
+
+    def __init__(self, request: int, fraction: float) -> None:
+        self.request, self.fraction = request, fraction
+        self.worst, self.where, self.advice = 0.0, "", 0.0
+
+    @classmethod
+    def begin(
+        cls, fraction: float, module: torch.nn.Module, real: np.ndarray, setting: tuple[object, ...]
+    ) -> WindowGuard | None:
+        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
+        return cls(int(real.sum(1).argmax()), fraction) if _is_new(module, real, (fraction, *setting)) else None
+
+    def add(self, place: int, form: Format, sample: Sample, format_at: Callable[[float], Format | None]) -> None:
+        """Estimate the ``place``-th layer of the model, in format ``form``; ``format_at`` a budget it has another."""
+        error = sample.error(form)
+        if error > self.worst:
+            self.worst, self.where = error, f"layer {place}, a sliding window in {form.name}"
+        if error > LIMIT:
+            wider = ((x, format_at(x)) for x in ADVICE if x > self.fraction)
+            enough = next((x for x, other in wider if other and sample.error(other) <= LIMIT / 2), 1.0)
+            self.advice = max(self.advice, enough)
+
+    def finish(self) -> None:
+        """Warn if a layer's error is above the limit."""
+        if self.worst > LIMIT:
+            _warn(self.fraction, self.worst, self.where, f"budget={self.advice:g}")

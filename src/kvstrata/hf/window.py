@@ -15,9 +15,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn, Protocol, TypeVar
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from kvstrata.cache.policy.centre import HORIZON
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration
@@ -26,6 +28,7 @@ from kvstrata.store import store_packed
 from . import attention, support
 from . import mask as masks
 from .forward import Forward
+from .guard import MOST, Sample, WindowGuard
 from .logits import Logits
 from .owned import Owned
 from .rope import frequencies
@@ -51,7 +54,11 @@ class Owner(Protocol):
     calibration: Calibration | None
     steps: Steps
     forward: Forward
+    window_guard: WindowGuard | None
     _text: Any
+
+    @property
+    def window_layers(self) -> dict[int, int]: ...
 
     def _keep_plain(self, place: int, reason: str) -> Any: ...
 
@@ -219,8 +226,35 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
                 query, keys, values, mask, model_attention
             )
         out = self._prompt(query, keys, values, mask, model_attention)
+        if not self.columns:
+            self._estimate(call, real)
         self._append(key, value, real)
         return out
+
+    @_without_autocast
+    @torch.no_grad()
+    def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
+        """Estimate the error of the format in a first prompt; after the last window, warn if it is large."""
+        owner, own = self.owner, self.calibration
+        if self.index == 0:
+            new = np.ones((self.rows, call.key.shape[2]), bool) if real is None else real.cpu().numpy()
+            given = None if owner.calibration is None else owner.calibration.fingerprint
+            setting = (self.format, owner.options.get("balance") is not False, given)
+            owner.window_guard = WindowGuard.begin(self.fraction, call.module, new, setting)
+        if (guard := owner.window_guard) is None:
+            return
+        row = guard.request
+        chosen = slice(MOST) if real is None else real[row].nonzero().flatten()[:MOST]
+        q, k, v = (x[row].detach()[:, chosen] for x in (call.query, call.key, call.value))
+        centre = None if own.centres else own.centre[row] * own.balance[row]
+        sample = Sample(
+            q, k, v, call.logits, balance=own.balance[row], centre=centre, rope=own.rope,
+            ahead=torch.tensor([HORIZON], device=k.device), plain=(0, self.recent_tokens),
+        )  # fmt: skip
+        guard.add(self.place, self.format, sample, lambda x: choose_format(x, k.shape[2], self.page_tokens))
+        if self.index == len(owner.window_layers) - 1:
+            owner.window_guard = None
+            guard.finish()
 
     def _calibrate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Fix the balance of all rows, and with a calibration the centre."""
