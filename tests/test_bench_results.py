@@ -1,6 +1,7 @@
 """Results of bench: saved, compared, rendered and plotted."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def test_results_survive_the_file(report, tmp_path):
     assert '"samples": [' in text
     assert max(len(line.split(",")) for line in text.splitlines()) > 5  # samples on one line
     assert again.cases[0].rows[0].samples == [round(x, 2) for x in report.cases[0].rows[0].samples]
+
+
+def test_cases_of_a_saved_result_are_replaced_and_added(report):
+    before = replace(report, cases=report.cases[:1])
+    again = replace(report, cases=[replace(case, bytes=7) for case in report.cases[:2]])
+    merged = results.merge(before, again)
+    assert [case.name for case in merged.cases] == [case.name for case in report.cases[:2]]
+    assert {case.bytes for case in merged.cases} == {7}
+    assert all(case.measured for case in merged.cases)
+    with pytest.raises(ValueError, match="expected the op of the saved result, toy"):
+        results.merge(before, replace(again, op="other"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1, "cases": [{}]}'])

@@ -22,6 +22,7 @@ from kvstrata.hf.window_counts import (
     StepSlots,
 )
 from kvstrata.hf.window_rows import RowCalibration
+from kvstrata.layout import Format
 
 SHAPES = [(1, 1, 1, 32, 1), (3, 2, 4, 64, 8), (2, 1, 16, 128, 64), (2, 3, 17, 48, 20), (1, 2, 2, 256, 33)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -97,6 +98,28 @@ def test_merge_equals_torch(shape: tuple[int, ...], dtype: torch.dtype, kind: st
     assert given.dtype == dtype
     tolerance = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}[dtype]  # two roundings of the output
     torch.testing.assert_close(given, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+def test_steps_under_sanitizers(device: torch.device) -> None:
+    """Whole steps of a layer, from the first token to past the window, in padded rows."""
+    window, kv_heads, dim, form = 40, 2, 64, Format.parse("K4V3", 64, 16)
+    geometry, calibration = Geometry(window, tail=5, ring=48, rows=3), RowCalibration(3, kv_heads, dim, device)
+    tails = (torch.zeros(3, kv_heads, 6, dim, dtype=torch.bfloat16, device=device) for _ in range(2))
+    layer = SimpleNamespace(
+        format=form, pages=torch.zeros(9, kv_heads, form.page_bytes, dtype=torch.uint8, device=device),
+        table=(torch.arange(3).view(3, 1) * 3 + torch.arange(6) % 3).int().to(device),
+        calibration=calibration, **dict(zip(("tail_k", "tail_v"), tails, strict=True)),
+    )  # fmt: skip
+    slots, counts = StepSlots(geometry, device), RowCounts.empty(3).grown([0, 1, 4], 5)
+    for _ in range(110):
+        slots.fill(counts)
+        query, key, value = (strided(3, n, dim, torch.bfloat16, device) for n in (8, kv_heads, kv_heads))
+        packed_query = window_step.store(layer, slots, query, key, value)
+        out = window_step.read(layer, slots, query, packed_query, Logits(dim**-0.5))
+        counts = slots.after
+    assert torch.isfinite(out).all()
 
 
 def test_slots_follow_positions() -> None:

@@ -55,7 +55,8 @@ def bench(
         bool, typer.Option("--quick", help="Fewer cases and samples: a quick look, not evidence.")
     ] = False,
     save: Annotated[
-        bool, typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace only these cases.")
+        bool,
+        typer.Option("--save", help="Write RESULTS/<machine>/<op>.json; with --only, replace or add these cases."),
     ] = False,
     device: ui.DeviceOption = ui.Device.auto,
     only: Annotated[str, typer.Option(metavar="GLOB", help="Only cases whose name matches.")] = "*",

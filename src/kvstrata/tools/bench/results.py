@@ -104,19 +104,17 @@ def save(report: Report, root: Path | str) -> Path:
 
 
 def merge(before: Report, after: Report) -> Report:
-    """``before`` with its cases replaced by those of ``after``; each of these has its own revision and date.
+    """``before`` with its cases replaced by those of ``after``, and new ones; each has its own revision and date.
 
-    Raises ValueError if ops, machines, methods or versions differ, or if a case is not in ``before``.
+    Raises ValueError if ops, machines, methods or versions differ.
     """
     for what in ("op", "machine", "method"):
         a, b = (_setting(getattr(report, what)) for report in (before, after))
         if a != b:
             raise ValueError(f"--only: expected the {what} of the saved result, {a}, to replace cases of it, got {b}")
-    names = [case.name for case in before.cases]
     new = {case.name: replace(case, measured=results.provenance(after.machine)) for case in after.cases}
-    if unknown := [name for name in new if name not in names]:
-        raise ValueError(f"--only: expected cases of the saved result, {', '.join(names)}, got {unknown[0]!r}")
-    return replace(before, cases=[new.get(case.name, case) for case in before.cases])
+    cases = {case.name: case for case in before.cases} | new
+    return replace(before, cases=list(cases.values()))
 
 
 def _setting(value: Any) -> Any:
