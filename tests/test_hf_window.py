@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -313,6 +315,58 @@ def test_crop_rolls_back_tokens(where: str) -> None:
         with pytest.raises(RuntimeError, match=r"crop: expected at most 32 columns .* got 90"):
             cache.crop(-90)
     assert cache.get_seq_length() == 180
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("how", ["copy", "pickle", "file"])
+def test_copies_made_in_inference_mode_are_written_outside_of_it(name: str, how: str, tmp_path: Path) -> None:
+    model, ids = make(name), prompt(2, 70)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "a.safetensors")
+    with torch.inference_mode():
+        if how == "file":
+            twin = StrataCache.load(model.config, tmp_path / "a.safetensors")
+        else:
+            twin = copy.deepcopy(cache) if how == "copy" else pickle.loads(pickle.dumps(cache))
+    with torch.no_grad():
+        expected, given = (
+            torch.cat([model(ids[:, i : i + 1], past_key_values=x).logits for i in range(20)]) for x in (cache, twin)
+        )
+    assert torch.equal(given, expected)
+
+
+@torch.no_grad()
+def test_the_first_forward_of_a_copy_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is the only cache: the copy knows that its layers have stored tokens."""
+    model, ids = make("mistral-window"), prompt(1, 70)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids, past_key_values=cache)
+    data = pickle.dumps(cache)
+    del cache
+    gc.collect()
+    cache = pickle.loads(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, :5], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="got one that was interrupted"):
+        model(ids[:, :5], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_padding_of_a_prompt_in_inference_mode() -> None:
+    """Its copy on the device serves a later prompt with gradients."""
+    model, ids = make("gemma3"), prompt(2, 60)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = 0
+    for begin, end, mode in ((0, 20, torch.inference_mode), (20, 40, torch.enable_grad), (40, 60, torch.no_grad)):
+        positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+        with mode():
+            out = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        assert torch.isfinite(out.logits).all()
 
 
 def test_prompt_lookup_equals_dynamic_cache(where: str) -> None:

@@ -459,8 +459,9 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         expected = (rows, heads, self.recent_tokens + 1, tail.shape[-1])
         if tail.shape != expected:
             raise ValueError(f"window: expected tail_k {expected}, got {tuple(tail.shape)}")
-        for name in TENSORS:
-            setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
+        with torch.inference_mode(False):
+            for name in TENSORS:
+                setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
         self.table = self._ring_table(rows)
         self.calibration = RowCalibration(rows, heads, tail.shape[-1], self.device)
         self.calibration.restore(numbers, tensors)
