@@ -317,6 +317,32 @@ def test_crop_rolls_back_tokens(where: str) -> None:
     assert cache.get_seq_length() == 180
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+def test_padding_behind_tokens_is_refused_while_a_query_may_see_it(name: str, capture: bool) -> None:
+    """Also in the middle of a chunk of tokens; padding before the window changes nothing."""
+    model, ids = make(name), prompt(2, 100)
+    mask = torch.ones_like(ids)
+    mask[1, 20:23] = 0
+    positions = mask.cumsum(1) - 1
+    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    refused = r"expected padding on the left .* row 1 with tokens behind"
+    for begin, end in ((0, 22 + W - 1), (18, 30)):
+        cache = StrataCache(model.config, **WIDE, capture=capture)
+        if begin:
+            model(ids[:, :begin], past_key_values=cache)
+        given = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end])
+        with pytest.raises(NotImplementedError, match=refused):
+            model(ids[:, begin:end], **given, past_key_values=cache)
+    cache, begin = StrataCache(model.config, **WIDE, capture=capture), 0
+    for end in (22 + W, *range(23 + W, 101)):
+        given = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end])
+        out = model(ids[:, begin:end], **given, past_key_values=cache).logits[:, -1]
+        begin = end
+        assert error(out, expected[:, end - 1]) < 0.03
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
 @pytest.mark.parametrize("how", ["copy", "pickle", "file"])
 def test_copies_made_in_inference_mode_are_written_outside_of_it(name: str, how: str, tmp_path: Path) -> None:

@@ -245,14 +245,24 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             real = masks.new_tokens(mask, queries).expand(rows, -1)
         if any(self.counts.ended) or (real is not None and not bool(real.all())):
             new = torch.ones(rows, queries, dtype=torch.bool) if real is None else real.cpu()
-            for row, own in enumerate(new):
-                begun = self.counts.ended[row] or (self.counts.lengths[row] > 0 and not bool(own[0]))
-                if begun and bool(own.any()):
-                    self._refuse_padding(row)
+            behind = self._behind_padding(new)
+            if bool(behind.any()):
+                self._refuse_padding(int(behind.nonzero()[0]))
         if mask is not None and real is not None and not self.owner.checked_window.holds(mask):
             self._check_mask(mask, real)
             self.owner.checked_window.set(mask)
         return None if real is None or bool(real.all()) else real
+
+    def _behind_padding(self, new: torch.Tensor) -> torch.Tensor:
+        """Rows, bool ``[rows]``, with a token behind padding behind a token; ``new [rows, queries]`` is on the host.
+
+        Padding in the middle of a prompt is no obstacle once no later query sees it.
+        """
+        begun, ended = torch.tensor([self.counts.lengths, self.counts.ended], device="cpu").bool().unsqueeze(2)
+        before = torch.cat([begun & ~ended, new[:, :-1]], 1)
+        behind = new & ~before & (begun | (before.cumsum(1) > 0))
+        behind[:, 1 : 2 - self.sliding_window] = False
+        return behind.any(1) | (ended & new).any(1)
 
     @staticmethod
     def _refuse_padding(row: int) -> NoReturn:
