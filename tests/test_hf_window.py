@@ -318,6 +318,29 @@ def test_crop_rolls_back_tokens(where: str) -> None:
 
 
 @torch.no_grad()
+def test_crop_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has overwritten a page slot that its counters do not mention: no query may need it after a crop."""
+    model, ids = make("mistral-window"), prompt(1, 150)
+    expected = model(ids, use_cache=False).logits
+    cache = StrataCache(model.config, **WIDE, capture=True)
+    for begin, end in ((0, 140), (140, 141)):
+        model(ids[:, begin:end], past_key_values=cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 141:142], past_key_values=cache)
+    layer = cache.layers[0]
+    oldest = layer.counts.written_to[0] + 1 - layer.ring  # with the step that failed
+    most = 141 - (oldest + W - 1)
+    assert most >= window.MARGIN
+    with pytest.raises(RuntimeError, match="crop: expected at most 32 columns"):
+        cache.crop(-most - 1)
+    cache.crop(-most)
+    begin = cache.get_seq_length()
+    assert error(model(ids[:, begin : begin + 1], past_key_values=cache).logits, expected[:, begin : begin + 1]) < 0.02
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
 def test_padding_behind_tokens_is_refused_while_a_query_may_see_it(name: str, capture: bool) -> None:
