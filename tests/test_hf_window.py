@@ -418,6 +418,31 @@ def test_padding_of_a_prompt_in_inference_mode() -> None:
         assert torch.isfinite(out.logits).all()
 
 
+@torch.no_grad()
+def test_the_tail_stays_finite_after_a_crop() -> None:
+    """Values near the largest of float16 may be larger when they are unpacked for the 16-bit tail."""
+    model, ids = make("mistral-window"), prompt(2, 81)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e5)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids[:, :80], past_key_values=cache)
+    cache.crop(-20)
+    model(ids[:, 60:61], past_key_values=cache)
+    assert cache.layers[0].tail_v.abs().max() == torch.finfo(torch.float16).max
+
+
+@torch.no_grad()
+def test_layers_on_different_devices_have_their_own_slots() -> None:
+    model, ids = make("mistral-window"), prompt(2, 60)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids, past_key_values=cache)
+    first, second = cache.layers
+    second.device = torch.device("meta")
+    for layer in (first, second):
+        layer.begin_step()
+        assert layer.slots.device.device == layer.device
+
+
 def test_prompt_lookup_equals_dynamic_cache(where: str) -> None:
     """At K8V8 the tokens of this model are those of DynamicCache, with drafts that are taken back."""
     model, ids = make("gemma3", where), torch.cat([prompt(1, 40, seed=4)] * 2, 1).to(where)

@@ -287,10 +287,10 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         Raises NotImplementedError for a row that continues after padding. Does not change what the layer holds.
         """
         geometry = Geometry(self.sliding_window, self.recent_tokens, self.ring, self.rows)
-        known = self.owner.steps.slots
-        if geometry not in known:
-            known[geometry] = StepSlots(geometry, self.device)
-        self.slots = known[geometry]
+        known, key = self.owner.steps.slots, (geometry, self.device)
+        if key not in known:
+            known[key] = StepSlots(*key)
+        self.slots = known[key]
         if self.slots.is_ready and self.slots.counts is self.counts:  # as another layer of this step
             return
         if any(self.counts.ended):
@@ -339,7 +339,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         )[:, None, :, None]
         out = []
         for ring, tail in ((self.calibration.restored(ring_k), self.tail_k), (ring_v, self.tail_v)):
-            both = torch.cat([ring.to(dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
+            both = torch.cat([in_dtype(ring, dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
             rows = both.gather(2, slot.expand(-1, both.shape[1], -1, both.shape[3]))
             out.append(rows.masked_fill_((position < 0)[:, None, :, None], 0))
         return out[0], out[1]
