@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -339,6 +341,132 @@ def test_crop_rolls_back_tokens(where: str) -> None:
         with pytest.raises(RuntimeError, match=r"crop: expected at most 32 columns .* got 90"):
             cache.crop(-90)
     assert cache.get_seq_length() == 180
+
+
+@torch.no_grad()
+def test_crop_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has overwritten a page slot that its counters do not mention: no query may need it after a crop."""
+    model, ids = make("mistral-window"), prompt(1, 150)
+    expected = model(ids, use_cache=False).logits
+    cache = StrataCache(model.config, **WIDE, capture=True)
+    for begin, end in ((0, 140), (140, 141)):
+        model(ids[:, begin:end], past_key_values=cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 141:142], past_key_values=cache)
+    layer = cache.layers[0]
+    oldest = layer.counts.written_to[0] + 1 - layer.ring  # with the step that failed
+    most = 141 - (oldest + W - 1)
+    assert most >= window.MARGIN
+    with pytest.raises(RuntimeError, match="crop: expected at most 32 columns"):
+        cache.crop(-most - 1)
+    cache.crop(-most)
+    begin = cache.get_seq_length()
+    assert error(model(ids[:, begin : begin + 1], past_key_values=cache).logits, expected[:, begin : begin + 1]) < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+def test_padding_behind_tokens_is_refused_while_a_query_may_see_it(name: str, capture: bool) -> None:
+    """Also in the middle of a chunk of tokens; padding before the window changes nothing."""
+    model, ids = make(name), prompt(2, 100)
+    mask = torch.ones_like(ids)
+    mask[1, 20:23] = 0
+    positions = mask.cumsum(1) - 1
+    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    refused = r"expected padding on the left .* row 1 with tokens behind"
+    for begin, end in ((0, 22 + W - 1), (18, 30)):
+        cache = StrataCache(model.config, **WIDE, capture=capture)
+        if begin:
+            model(ids[:, :begin], past_key_values=cache)
+        given = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end])
+        with pytest.raises(NotImplementedError, match=refused):
+            model(ids[:, begin:end], **given, past_key_values=cache)
+    cache, begin = StrataCache(model.config, **WIDE, capture=capture), 0
+    for end in (22 + W, *range(23 + W, 101)):
+        given = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end])
+        out = model(ids[:, begin:end], **given, past_key_values=cache).logits[:, -1]
+        begin = end
+        assert error(out, expected[:, end - 1]) < 0.03
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("how", ["copy", "pickle", "file"])
+def test_copies_made_in_inference_mode_are_written_outside_of_it(name: str, how: str, tmp_path: Path) -> None:
+    model, ids = make(name), prompt(2, 70)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "a.safetensors")
+    with torch.inference_mode():
+        if how == "file":
+            twin = StrataCache.load(model.config, tmp_path / "a.safetensors")
+        else:
+            twin = copy.deepcopy(cache) if how == "copy" else pickle.loads(pickle.dumps(cache))
+    with torch.no_grad():
+        expected, given = (
+            torch.cat([model(ids[:, i : i + 1], past_key_values=x).logits for i in range(20)]) for x in (cache, twin)
+        )
+    assert torch.equal(given, expected)
+
+
+@torch.no_grad()
+def test_the_first_forward_of_a_copy_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is the only cache: the copy knows that its layers have stored tokens."""
+    model, ids = make("mistral-window"), prompt(1, 70)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids, past_key_values=cache)
+    data = pickle.dumps(cache)
+    del cache
+    gc.collect()
+    cache = pickle.loads(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, :5], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="got one that was interrupted"):
+        model(ids[:, :5], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_padding_of_a_prompt_in_inference_mode() -> None:
+    """Its copy on the device serves a later prompt with gradients."""
+    model, ids = make("gemma3"), prompt(2, 60)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = 0
+    for begin, end, mode in ((0, 20, torch.inference_mode), (20, 40, torch.enable_grad), (40, 60, torch.no_grad)):
+        positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+        with mode():
+            out = model(ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        assert torch.isfinite(out.logits).all()
+
+
+@torch.no_grad()
+def test_the_tail_stays_finite_after_a_crop() -> None:
+    """Values near the largest of float16 may be larger when they are unpacked for the 16-bit tail."""
+    model, ids = make("mistral-window"), prompt(2, 81)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e5)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids[:, :80], past_key_values=cache)
+    cache.crop(-20)
+    model(ids[:, 60:61], past_key_values=cache)
+    assert cache.layers[0].tail_v.abs().max() == torch.finfo(torch.float16).max
+
+
+@torch.no_grad()
+def test_layers_on_different_devices_have_their_own_slots() -> None:
+    model, ids = make("mistral-window"), prompt(2, 60)
+    cache = StrataCache(model.config, **SMALL, budget=0.3)
+    model(ids, past_key_values=cache)
+    first, second = cache.layers
+    second.device = torch.device("meta")
+    for layer in (first, second):
+        layer.begin_step()
+        assert layer.slots.device.device == layer.device
 
 
 def test_prompt_lookup_equals_dynamic_cache(where: str) -> None:

@@ -114,7 +114,8 @@ class Columns(Cache):
         if real.all():
             return None
         if self._uploaded is None or not np.array_equal(self._uploaded[0], real):
-            self._uploaded = real.copy(), torch.from_numpy(real).to(self.unfinished.device)
+            with torch.inference_mode(False):  # a later call may be outside of it
+                self._uploaded = real.copy(), torch.from_numpy(real).to(self.unfinished.device)
         return self._uploaded[1]
 
     def _add_columns(self, start: int, new: np.ndarray | bool) -> None:

@@ -5,10 +5,27 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+import torch
+
+from . import attention
+
 T = TypeVar("T")
 
 
-class Owned(Generic[T]):
+class Copied:
+    """Base of objects with tensors that are written in and outside inference mode, also when copied in that mode."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with torch.inference_mode(False):
+            vars(self).update({name: _ordinary(x) for name, x in state.items()})
+
+
+def _ordinary(x: Any) -> Any:
+    """``x``, as a tensor that can be written outside inference mode if it is none."""
+    return x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x
+
+
+class Owned(Copied, Generic[T]):
     """Base of layers: ``owner`` is their cache. Copies and pickles do not contain it; the copied cache sets it."""
 
     _owner: ref[T]
@@ -29,8 +46,9 @@ class Owned(Generic[T]):
 
 
 def adopt(cache: Any, state: dict[str, Any]) -> None:
-    """Set the state of a copied or unpickled cache, and the owner of its layers."""
-    vars(cache).update(state)
+    """Set the state of a copied or unpickled cache, and the owner of its layers; calls of models are routed to it."""
+    Copied.__setstate__(cache, state)
     for layer in cache.layers:
         if isinstance(layer, Owned):
             layer.owner = cache
+    attention.connect(cache)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from . import mask as masks
+from .owned import Copied
 
 
-class PackedRows:
+class PackedRows(Copied):
     """Lengths and padding of ``rows`` with room for ``blocks`` of ``block_size`` tokens each, on ``device``."""
 
     def __init__(self, rows: int, blocks: int, block_size: int, device: torch.device) -> None:

@@ -71,7 +71,7 @@ class Steps:
         self.state: torch.Tensor | None = None
         self.mask: torch.Tensor | None = None  # bool [rows, columns or more]: padding so far, True beyond
         self.windows: list[Any] = []  # layers with a sliding window, in a step
-        self.slots: dict[Any, Any] = {}  # where their tokens go, by geometry: window_step.py
+        self.slots: dict[Any, Any] = {}  # where their tokens go, by geometry and device: window_step.py
         self.is_open = False  # room was made, but not all layers are written yet
         self.ahead = False  # the running forward contains operators only
 

@@ -279,14 +279,24 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             real = masks.new_tokens(mask, queries).expand(rows, -1)
         if any(self.counts.ended) or (real is not None and not bool(real.all())):
             new = torch.ones(rows, queries, dtype=torch.bool) if real is None else real.cpu()
-            for row, own in enumerate(new):
-                begun = self.counts.ended[row] or (self.counts.lengths[row] > 0 and not bool(own[0]))
-                if begun and bool(own.any()):
-                    self._refuse_padding(row)
+            behind = self._behind_padding(new)
+            if bool(behind.any()):
+                self._refuse_padding(int(behind.nonzero()[0]))
         if mask is not None and real is not None and not self.owner.checked_window.holds(mask):
             self._check_mask(mask, real)
             self.owner.checked_window.set(mask)
         return None if real is None or bool(real.all()) else real
+
+    def _behind_padding(self, new: torch.Tensor) -> torch.Tensor:
+        """Rows, bool ``[rows]``, with a token behind padding behind a token; ``new [rows, queries]`` is on the host.
+
+        Padding in the middle of a prompt is no obstacle once no later query sees it.
+        """
+        begun, ended = torch.tensor([self.counts.lengths, self.counts.ended], device="cpu").bool().unsqueeze(2)
+        before = torch.cat([begun & ~ended, new[:, :-1]], 1)
+        behind = new & ~before & (begun | (before.cumsum(1) > 0))
+        behind[:, 1 : 2 - self.sliding_window] = False
+        return behind.any(1) | (ended & new).any(1)
 
     @staticmethod
     def _refuse_padding(row: int) -> NoReturn:
@@ -311,10 +321,10 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         Raises NotImplementedError for a row that continues after padding. Does not change what the layer holds.
         """
         geometry = Geometry(self.sliding_window, self.recent_tokens, self.ring, self.rows)
-        known = self.owner.steps.slots
-        if geometry not in known:
-            known[geometry] = StepSlots(geometry, self.device)
-        self.slots = known[geometry]
+        known, key = self.owner.steps.slots, (geometry, self.device)
+        if key not in known:
+            known[key] = StepSlots(*key)
+        self.slots = known[key]
         if self.slots.is_ready and self.slots.counts is self.counts:  # as another layer of this step
             return
         if any(self.counts.ended):
@@ -363,7 +373,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         )[:, None, :, None]
         out = []
         for ring, tail in ((self.calibration.restored(ring_k), self.tail_k), (ring_v, self.tail_v)):
-            both = torch.cat([ring.to(dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
+            both = torch.cat([in_dtype(ring, dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
             rows = both.gather(2, slot.expand(-1, both.shape[1], -1, both.shape[3]))
             out.append(rows.masked_fill_((position < 0)[:, None, :, None], 0))
         return out[0], out[1]
@@ -493,8 +503,9 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         expected = (rows, heads, self.recent_tokens + 1, tail.shape[-1])
         if tail.shape != expected:
             raise ValueError(f"window: expected tail_k {expected}, got {tuple(tail.shape)}")
-        for name in TENSORS:
-            setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
+        with torch.inference_mode(False):
+            for name in TENSORS:
+                setattr(self, name, tensors[name].clone())  # tensors of a file may not be aligned
         self.table = self._ring_table(rows)
         self.calibration = RowCalibration(rows, heads, tail.shape[-1], self.device)
         self.calibration.restore(numbers, tensors)
@@ -510,7 +521,9 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         counts, window = self.counts.cropped(count), self.sliding_window
         if any(self.counts.ended):
             raise NotImplementedError("crop: expected rows that end with a token, got padding on the right")
-        if any(max(n - window + 1, 0) < p - self.ring for n, p in zip(counts.lengths, counts.written_to, strict=True)):
+        # A step that failed may have overwritten one more token than the counters say.
+        first = [p + 1 - self.ring for p in counts.written_to]  # position of the oldest token that is there
+        if any(max(n - window + 1, 0) < p for n, p in zip(counts.lengths, first, strict=True)):
             raise RuntimeError(
                 f"crop: expected at most {MARGIN} columns to remove once the window of {window} is full, got {count}"
             )

@@ -18,6 +18,7 @@ from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
 from kvstrata.quant.calibration import LayerCalibration
 
 from . import attention, balance
+from .owned import Copied
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -30,7 +31,7 @@ def picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)
 
 
-class RowCalibration:
+class RowCalibration(Copied):
     """Balance and centre, float32 ``[rows, kv_heads, D]``; 1 and 0 until they are known."""
 
     def __init__(self, rows: int, kv_heads: int, dim: int, device: torch.device | str) -> None:
@@ -108,5 +109,6 @@ class RowCalibration:
         for name, x in self.tensors().items():
             if tensors[name].shape != x.shape:
                 raise ValueError(f"window: expected {name} {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
-        self.balance, self.centre = tensors["balance"].clone(), tensors["centre"].clone()
+        self.balance.copy_(tensors["balance"])
+        self.centre.copy_(tensors["centre"])
         self.rope, self.centres = numbers["rope"], numbers["centres"]
