@@ -14,7 +14,7 @@ import kvstrata
 ROOT = Path(kvstrata.__file__).parent
 # A package may import those before it; the modules that serve all are below.
 ORDER = ("layout", "quant", "store", "cache", "attention", "hf", "engines", "tools")
-SHARED = {"jit", "backends", "call_cache", "checks", "loops", "threads"}
+SHARED = {"jit", "backends", "call_cache", "checks", "loops", "region_numba", "threads"}
 REPLAYS = {"hf", "tools"}  # may also use replay, which imports no stage
 
 

@@ -76,7 +76,8 @@ def test_threads_share_out_the_heads(threads: int, how: str, kv_heads: int, monk
             pytest.skip("torch has no OpenMP here")
         monkeypatch.setattr(decode_numba, "openmp", lambda: lambda *given: calls.append(given[2]) or team(*given))
     else:
-        monkeypatch.setattr(decode_numba, "openmp", lambda: None)
+        for module in (decode_numba, pools):
+            monkeypatch.setattr(module, "openmp", lambda: None)
     for _ in range(20 if how == "openmp" else 1):  # units are taken by whichever thread comes first
         together = decode_attention(q, cache, **options)
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

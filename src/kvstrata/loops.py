@@ -33,7 +33,7 @@ class LoopCache(FunctionCache):
         self._loop = loop
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        return (*super()._index_key(sig, codegen), digest(self._loop))
+        return sig, codegen.magic_tuple(), digest(self._loop)  # numba's own also pickles closures, in no fixed order
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Team = Callable[[int, int, int, int], None]
+PARTS = 4  # parts of a loop for each thread of OpenMP, which may start late or be interrupted
 
 
 @functools.lru_cache(maxsize=4)
@@ -64,10 +65,22 @@ if hasattr(os, "register_at_fork"):
 
 
 def share_out(loop: Callable[..., None], arguments: Sequence[Any], units: int, threads: int) -> None:
-    """Run ``loop(*arguments, first, last)`` over ``range(units)``, split among up to ``threads`` threads."""
+    """Run the compiled ``loop(*arguments, first, last)`` over ``range(units)``, split among up to ``threads`` threads.
+
+    By OpenMP if possible: after an operation of torch its threads keep their cores busy for a while, waiting for the
+    next one, and those of a pool would compete with them.
+    """
     threads = max(min(threads, units), 1)
-    ends = [-(-units * (i + 1) // threads) for i in range(threads)]
-    others = [_pool(threads - 1).submit(loop, *arguments, *part) for part in itertools.pairwise(ends)]
-    loop(*arguments, 0, ends[0])
-    for other in others:
-        other.result()
+    if threads == 1:
+        loop(*arguments, 0, units)
+    elif (team := openmp()) is not None:
+        from .region_numba import region
+
+        function, data = region(loop, arguments, units, -(-units // (threads * PARTS)))
+        team(function, data.ctypes.data, threads, 0)
+    else:
+        ends = [-(-units * (i + 1) // threads) for i in range(threads)]
+        others = [_pool(threads - 1).submit(loop, *arguments, *part) for part in itertools.pairwise(ends)]
+        loop(*arguments, 0, ends[0])
+        for other in others:
+            other.result()

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from kvstrata.attention.softmax_numba import exponents, hide, merged, soften
 from kvstrata.layout.format import UNIT
@@ -26,9 +21,9 @@ from kvstrata.layout.fragments import STEP_DIMS, TILE_TOKENS
 from kvstrata.layout.products_numba import BLOCK, add_products, arrange
 from kvstrata.layout.unpack_numba import floats, lanes_of, page_buffers, powers_of_two, rotate, scales_of
 from kvstrata.loops import callback, fast
+from kvstrata.region_numba import carray, count_up, pointer_to
 
 CODES = -1  # instead of a kind
-carray: Any = numba.carray  # type: ignore[attr-defined]
 
 # Fields of `work`: where they begin.
 LAYER, REQUESTS, QUERIES, SCALE, WINDOW, SOFTCAP, SINKS, OUT, FIELDS = slice(2, 37), 37, 39, 44, 45, 46, 47, 62, 75
@@ -286,27 +281,6 @@ def _values(words, halves, pages, begin, counts, tiers, page_tokens, weights, ou
                 for d in range(len(own)):
                     own[d] += page_sums[d] - less
             token += page_count
-
-
-def _pointer_to(typing, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-def _count_up(typing, address):
-    """Add 1 to the int64 at an address and return its old value; what other threads wrote before is visible."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "acq_rel")
-
-    return types.int64(types.int64), generate
-
-
-pointer_to: Any = intrinsic(_pointer_to)
-count_up: Any = intrinsic(_count_up)
 
 
 def work(data):

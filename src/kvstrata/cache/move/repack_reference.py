@@ -41,9 +41,9 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
             return Rows(job.k.index_select(0, slot), job.v.index_select(0, slot), None, None, *notes)
         (k, k_scale), (v, v_scale) = job.page_formats[now].encode_new(NewRows(job.k, job.v), slot, job.centre, centre)
         return Rows(k, v, k_scale, v_scale, *notes)
-    handles, place = np.unique(source.cpu().numpy(), return_inverse=True)
+    handles, place = _distinct(source.cpu().numpy())
     pages = job.pool.read(handles, 0, kind.stride)
-    rows = kind.read(pages, job.pool.to_device(place.reshape(-1)), slot.long())
+    rows = kind.read(pages, job.pool.to_device(place), slot.long())
     rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
     if now <= 0 or now == was:
         return rows
@@ -56,9 +56,9 @@ def put(job: Job, taken: Taken) -> Callable[[], None]:
     for tier in sorted({tier for _, tier, _ in taken}):
         kind, parts = job.page_formats[tier], [(moves, rows) for moves, now, rows in taken if now == tier]
         to = torch.cat([job.packed[moves, 3] for moves, _ in parts]).cpu().numpy()
-        handles, place = np.unique(to, return_inverse=True)
+        handles, place = _distinct(to)
         pages = job.pool.read(handles, 0, kind.stride)
-        places = job.pool.to_device(place.reshape(-1)).split([len(moves) for moves, _ in parts])
+        places = job.pool.to_device(place).split([len(moves) for moves, _ in parts])
         for (moves, rows), page in zip(parts, places, strict=True):
             kind.write(pages, page, job.packed[moves, 4].long(), rows)
         written.append((handles, pages))
@@ -68,3 +68,10 @@ def put(job: Job, taken: Taken) -> Callable[[], None]:
             job.pool.write(handles, 0, pages)
 
     return write
+
+
+def _distinct(handles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`np.unique` with the inverse; mostly a page's tokens follow one another, so only one of a run is sorted."""
+    first = np.flatnonzero(np.diff(handles, prepend=-1))
+    pages, place = np.unique(handles[first], return_inverse=True)
+    return pages, np.repeat(place.reshape(-1), np.diff(first, append=len(handles)))

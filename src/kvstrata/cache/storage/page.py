@@ -115,6 +115,10 @@ class PageFormat:
         return tuple(sides)
 
     @cached_property
+    def _in_order(self) -> torch.Tensor:
+        return torch.arange(self.format.page_tokens, device=self.device)
+
+    @cached_property
     def _scale_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of each token's K and V scale among those of a page; from `layout.scales`."""
         numbers = torch.arange(2 * self.format.page_tokens, dtype=torch.int16)
@@ -173,16 +177,22 @@ class PageFormat:
 
     def write(self, pages: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, rows: Rows) -> None:
         """Inverse of `read`, in place; no token may appear twice."""
-        self.positions(pages)[page, slot] = rows.position.to(self.position_dtype)
-        if self.keeps_importance:
-            self.importance(pages)[page, slot] = rows.importance
+        flat, loops = pages.view(-1), loops_for(rows.k)
+        position = rows.position.to(self.position_dtype)
+        if loops is None:
+            self.positions(pages)[page, slot] = position
+            if self.keeps_importance:
+                self.importance(pages)[page, slot] = rows.importance
+        else:
+            loops.write_numbers(pages, self.position_offset, page, slot, self._in_order, position)
+            if self.keeps_importance:
+                loops.write_numbers(pages, self.importance_offset, page, slot, self._in_order, rows.importance)
         if self.format.plain:
             k, v = self.plain_rows(pages)
             k[page, slot], v[page, slot] = rows.k, rows.v
             return
         assert rows.k_scale is not None
         assert rows.v_scale is not None
-        flat, loops = pages.view(-1), loops_for(rows.k)
         sides: tuple[fragments.Side, ...] = ("k", "v")
         for side, (tables, offset, bits), codes in zip(sides, self._codes, (rows.k, rows.v), strict=True):
             if loops is not None:
@@ -192,9 +202,12 @@ class PageFormat:
                 index, shift, mask = page.unsqueeze(1) * self.stride + offset + byte[slot], bit[slot], 2**width - 1
                 change = ((codes >> low) & mask) - ((flat[index] >> shift) & mask)  # uint8, modulo 256
                 flat.index_add_(0, index.flatten(), (change << shift).flatten())
-        k_index, v_index = self._scale_index
         both = self._scales(pages)
-        both[page, k_index[slot]], both[page, v_index[slot]] = rows.k_scale, rows.v_scale
+        for order, own in zip(self._scale_index, (rows.k_scale, rows.v_scale), strict=True):
+            if loops is None:
+                both[page, order[slot]] = own
+            else:
+                loops.write_numbers(pages, self.format.scale_offset, page, slot, order, own)
 
     def encode(self, rows: Rows, source: PageFormat, centre: torch.Tensor | None) -> Rows:
         """Encode tokens from pages of ``source`` for pages of this format; ``centre [n, D]`` is for plain sources.

@@ -23,7 +23,7 @@ from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, LEAST_POWER, SMALLE
 from kvstrata.threads import share_out
 
 TILE = 64  # rows quantised together
-SHARED_ROWS = 2048  # from this many rows on, torch's threads share them
+SHARED_ROWS = 1024  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
 MOST = np.float32(LARGEST)
@@ -198,14 +198,25 @@ def _gather(rows, index, before, tile):
 
 @exact
 def _butterflies(tile, distance, end):
-    """`layout.rotation.butterflies` of columns ``[D, n]``, in place."""
-    while distance < end:
+    """`layout.rotation.butterflies` of columns ``[D, n]``, in place; two distances in one pass over the tile."""
+    while 2 * distance < end:
+        for begin in range(0, tile.shape[0], 4 * distance):
+            for d in range(begin, begin + distance):
+                _two_distances(tile[d], tile[d + distance], tile[d + 2 * distance], tile[d + 3 * distance])
+        distance *= 4
+    if distance < end:
         for begin in range(0, tile.shape[0], 2 * distance):
             for d in range(begin, begin + distance):
                 for i in range(tile.shape[1]):
                     a, b = tile[d, i], tile[d + distance, i]
                     tile[d, i], tile[d + distance, i] = a + b, a - b
-        distance *= 2
+
+
+@exact
+def _two_distances(a, b, c, d):
+    for i in range(len(a)):
+        sum_ab, rest_ab, sum_cd, rest_cd = a[i] + b[i], a[i] - b[i], c[i] + d[i], c[i] - d[i]
+        a[i], b[i], c[i], d[i] = sum_ab + sum_cd, rest_ab + rest_cd, sum_ab - sum_cd, rest_ab - rest_cd
 
 
 @exact
@@ -334,6 +345,25 @@ def _write_fields(pages, stride, offset, page, slot, byte, bit, begin, source, w
             field = (codes[i, j] >> low) & mask
             pages[index] = (pages[index] & ~np.uint8(mask << shift)) | np.uint8(field << shift)
         i += 1
+
+
+def write_numbers(
+    pages: torch.Tensor, offset: int, page: torch.Tensor, slot: torch.Tensor, order: torch.Tensor,
+    numbers: torch.Tensor,
+) -> None:  # fmt: skip
+    """The number of each token, 2 or 4 bytes, into its page: number ``order[slot]`` from byte ``offset`` on."""
+    size = numbers.element_size()
+    bits, kind = (torch.int16, np.uint16) if size == 2 else (torch.int32, np.uint32)
+    _write_numbers(
+        pages.view(-1).numpy().view(kind), pages.shape[1] // size, offset // size, page.contiguous().numpy(),
+        slot.contiguous().numpy(), order.numpy(), numbers.contiguous().view(bits).numpy().view(kind),
+    )  # fmt: skip
+
+
+@exact
+def _write_numbers(pages, stride, offset, page, slot, order, numbers):
+    for i in range(len(page)):
+        pages[page[i] * stride + offset + order[slot[i]]] = numbers[i]
 
 
 @exact
