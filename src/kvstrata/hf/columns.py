@@ -265,7 +265,8 @@ class Columns(Cache):
             raise ValueError(
                 f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}; crop(-n) removes n columns"
             )
-        for layer in self._plain():
+        windows = self._windows()  # first, because they may refuse
+        for layer in (*windows, *(layer for layer in self._plain() if layer not in windows)):
             layer.crop(tokens_to_remove)
         if tokens_to_remove == 0 or self._tiered is None:
             return
