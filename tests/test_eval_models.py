@@ -85,7 +85,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`kvstrata` with the model in place of a real one, and a text of letters."""
     model = model_of(name)
-    monkeypatch.setattr(models, "load", lambda *given: (model, Letters()))
+    monkeypatch.setattr(models, "load", lambda path, device, dtype: (model.to(device), Letters()))
     monkeypatch.setattr(plot, "plot", lambda quality, path: path)
     (tmp_path / "words.txt").write_text(texts.text("prose")[:6000])
     return lambda *given: invoke(*given, "--text", tmp_path / "words.txt")
@@ -188,7 +188,7 @@ def test_a_model_with_other_sizes_of_k_than_of_v_is_refused(
 ) -> None:
     config = from_zoo("mimo_v2_flash", head_dim=64, v_head_dim=32, sliding_window=256)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    monkeypatch.setattr(models, "load", lambda *given: (model, Letters()))
+    monkeypatch.setattr(models, "load", lambda path, device, dtype: (model.to(device), Letters()))
     done = invoke(name, "--out", tmp_path / "out", "--text", "prose")
     assert done.exit_code == 2, done.output
     assert "config: expected layers to compress, got K and V of different shapes, (2, 64) and (2, 32)" in done.output
