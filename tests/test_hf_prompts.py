@@ -1,11 +1,13 @@
 """First prompts that are planned in groups of layers and stored later, against layers stored one by one.
 
-Kernels of the cache are emulated on a CPU, those of the mass run under Triton's interpreter.
+Kernels of the cache are emulated on a CPU, those of the mass run under Triton's interpreter. Without kernels a CPU
+groups layers too.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -14,12 +16,22 @@ import torch
 pytest.importorskip("transformers")
 
 from hf_model import make, prompt
+from kvstrata.cache.move import apply
+from kvstrata.cache.ops.inspect import gather
 from kvstrata.hf import StrataCache, balance, guard, prompts
 from test_settle_cuda import device
 
 __all__ = ["device"]  # a fixture
 
 OPTIONS = dict(budget=0.3, recent_tokens=20, sink_tokens=4, page_tokens=16, settle_every=8, tiers=("K4V4", "K2V2"))
+
+
+class OneByOne(StrataCache):
+    """A cache that stores every layer at once."""
+
+    def build(self, key: torch.Tensor) -> None:
+        super().build(key)
+        self.prompts.supports = lambda *given: False  # type: ignore[method-assign]
 
 
 class Waiting(StrataCache):
@@ -83,9 +95,60 @@ def test_a_deferred_prompt_is_stored_like_an_immediate_one(
         rows.fill_(torch.nan)  # a model that is compiled with CUDA graphs writes to its memory again
     assert sizes == ([2] if together else [1, 1])
     assert not ours.unfinished.length(0, 1), "stored before it is needed"
-    wanted = fill(StrataCache, ids.cpu(), None if mask is None else mask.cpu())
+    wanted = fill(OneByOne, ids.cpu(), None if mask is None else mask.cpu())
     same(ours, wanted)
     same(copy.deepcopy(ours), wanted)
+
+
+def everything(cache: StrataCache) -> list[torch.Tensor]:
+    """Rows, positions, tiers and importance of all tokens, balance, centres and the queries of reports."""
+    tiered, rows = cache.tiered, range(cache.rows)
+    parts = [x for layer in range(2) for x in gather(tiered, layer, rows)]
+    for layer, row in itertools.product(range(2), rows):
+        parts += [tiered.tier_map(layer, row), tiered.importance(layer, row)]
+    return [*parts, tiered.balance, tiered.centre, tiered.reports.numbers]
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "recency"}, {"balance": False}, {"importance_queries": 70}], ids=str
+)
+def test_layers_grouped_on_a_cpu_are_stored_as_one_by_one(
+    padding: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and nothing is left to do after the forward."""
+    monkeypatch.setattr(guard.Guard, "begin", lambda *given: None)
+    ids = prompt(2, 200)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    sizes: list[int] = []
+    plan = prompts.LayersAppend.__init__
+    monkeypatch.setattr(
+        prompts.LayersAppend, "__init__", lambda self, *given: (sizes.append(len(given[1])), plan(self, *given))[1]
+    )
+    ours = fill(StrataCache, ids, mask, **options)
+    assert sizes == [2]
+    assert ours.unfinished.length(0, 1) == 200
+    sizes.clear()
+    wanted = fill(OneByOne, ids, mask, **options)
+    assert not sizes
+    for ours_part, wanted_part in zip(everything(ours), everything(wanted), strict=True):
+        assert (ours_part is None) == (wanted_part is None)
+        assert wanted_part is None or torch.equal(ours_part, wanted_part)
+    ours.tiered.check()
+
+
+def test_a_prompt_that_cannot_be_stored_on_a_cpu_fails_in_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make("llama"), prompt(1, 200)
+    cache = StrataCache(model.config, **OPTIONS)
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(apply, "move", lambda *given: (_ for _ in ()).throw(MemoryError("as asked for")))
+        with pytest.raises(MemoryError):
+            model(ids, past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.tiered.length(0, 1) == 200
 
 
 def test_copies_rows_and_columns_see_a_deferred_prompt(device: str) -> None:
@@ -123,6 +186,9 @@ def test_layers_per_group_shrink_with_prompt_size() -> None:
     assert prompts.group_of(32, 8 << 20) == 32
     assert prompts.group_of(32, (8 << 20) + 1) == 15
     assert prompts.group_of(32, 1 << 30) == 1
+    assert prompts.group_of(32, 1 << 20, on_cpu=True) == 16
+    assert prompts.group_of(8, 1 << 20, on_cpu=True) == 8
+    assert prompts.group_of(32, 1 << 30, on_cpu=True) == 1
 
 
 def test_columns_used_for_the_balance() -> None:

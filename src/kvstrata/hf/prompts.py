@@ -1,4 +1,4 @@
-"""First prompts of layers on a GPU: planned in groups of layers, and stored while later layers compute.
+"""First prompts of layers: planned in groups of layers and, on a GPU, stored while later layers compute.
 
     layer      0    1    2    3    4    5
     attention  ███  ███  ███  ███  ███  ███
@@ -7,7 +7,8 @@
 
 While the host waits for the counts of a plan, later layers are already queued, so the device is never idle. A group
 is one layer of a long prompt, and all layers of a short one, which is host-bound. Until a group is planned, its K
-and V are held in the model's dtype.
+and V are held in the model's dtype. On a CPU a group is stored as soon as it is planned: what layers share are the
+thousands of small operations that each would take.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import torch
 
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.append_layers import LayersAppend, supports
+from kvstrata.cache.policy import settle_cuda
 from kvstrata.quant.calibration import exponents, factors
 
 from . import balance
 from .guard import Guard
 from .logits import Logits
-from .mass import sampled_queries, triton_mass
+from .mass import prompt_mass, sampled_queries, triton_mass
 from .steps import stored_rows
 
 ALL_LAYERS_BYTES = 256 << 20  # if K and V of all layers take at most this many bytes, a prompt is one group
 GROUP_BYTES = 128 << 20  # otherwise, maximum bytes of K and V in a group
+CPU_BYTES = 16 << 20  # on a CPU, maximum bytes of K and V in a group
 BALANCE_ROWS = 4  # rows whose balance torch estimates at a time, since it copies their queries
 
 
@@ -45,7 +48,7 @@ class QueuedLayer(NamedTuple):
 
     layer: int
     first: torch.Tensor  # queries that the balance is estimated from, [rows, heads, n, D]
-    sampled: torch.Tensor  # queries sampled for mass
+    sampled: torch.Tensor  # queries sampled for mass; on a CPU the mass itself, [rows, kv_heads, columns]
     key: torch.Tensor  # [rows, kv_heads, columns, D]
     value: torch.Tensor
 
@@ -71,6 +74,14 @@ class PromptColumns:
         if self.positions is None or layers == 1:
             return self.positions
         return tuple(x.repeat(layers, *[1] * (x.dim() - 1)) for x in self.positions)
+
+    def mass(self, query: torch.Tensor, key: torch.Tensor, logits: Logits, limit: int) -> torch.Tensor:
+        """`prompt_mass` of one layer: float32 ``[rows, kv_heads, columns]``."""
+        number = torch.arange(query.shape[2], device=query.device).expand(len(query), -1)
+        positions = number, number.unsqueeze(1), torch.ones_like(number, dtype=torch.bool)
+        if self.positions is not None:
+            positions = self.positions[0].long(), self.positions[1].long(), self.positions[2]
+        return prompt_mass(query, key, *positions, logits, limit, in_order=self.positions is None)
 
 
 class Prompts:
@@ -128,14 +139,21 @@ class Prompts:
         self._next = (cache, layer + 1) if self._all_wait else None
         self._cache, self._setting = cache, (settings, logits)
         alone = guard is not None or logits.sinks is not None
-        group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes)
+        on_cpu = not settle_cuda.supports(cache)
+        group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes, on_cpu)
         first = query[:, :, : self._columns.balance_columns if settings.estimates else 0]
-        sampled = query[:, :, :0] if settings.limit is None else sampled_queries(query, settings.limit)
+        sampled = query[:, :, :0]
+        if settings.limit is not None and on_cpu:
+            sampled = self._columns.mass(query, key, logits, settings.limit)
+        elif settings.limit is not None:
+            sampled = sampled_queries(query, settings.limit)
         if group > 1:  # otherwise all queries would be kept alive
             first = first.clone()
         self._waiting.append(QueuedLayer(layer, *(x.detach() for x in (first, sampled, key, value))))
         if len(self._waiting) >= group or layer == cache.layers - 1:
             self._plan(None if guard is None else (guard, query))
+            if on_cpu:
+                self._guarded(self._store)
 
     def finish(self) -> None:
         """Store everything; raises RuntimeError if that failed, since tokens are then missing until `drop`."""
@@ -186,8 +204,9 @@ class Prompts:
             guard.add(layers[0], query, group[0].key, group[0].value, real, logits)
         mass = None
         if settings.limit is not None:
-            sampled, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
-            mass = triton_mass(sampled, count, by_head, logits, settings.limit, columns.in_layers(len(group)))
+            mass, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
+            if settle_cuda.supports(cache):
+                mass = triton_mass(mass, count, by_head, logits, settings.limit, columns.in_layers(len(group)))
             mass = mass.transpose(1, 2).reshape(len(group), -1, cache.kv_heads)
         # From here on the rows are copies: a compiled model may overwrite its own before they are stored.
         k = _owned(stored_rows(by_head, cache.dtype), group[0].key)
@@ -228,8 +247,10 @@ class Prompts:
             cache.balance[:rows, layers[begin] : layers[begin] + many] = power
 
 
-def group_of(layers: int, nbytes: int) -> int:
+def group_of(layers: int, nbytes: int, on_cpu: bool = False) -> int:
     """Number of layers planned together, for a model with ``layers`` layers of ``nbytes`` bytes of K and V each."""
+    if on_cpu:
+        return max(1, min(layers, CPU_BYTES // nbytes))
     return layers if layers * nbytes <= ALL_LAYERS_BYTES else max(1, GROUP_BYTES // nbytes)
 
 

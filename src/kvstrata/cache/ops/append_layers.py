@@ -1,10 +1,11 @@
-"""Appends prompts to several empty layers together, in two halves, on a CUDA device.
+"""Appends prompts to several empty layers together, in two halves.
 
-    plan     queues importance, targets and counts of all layers; the host continues
+    plan     queues importance, targets and counts of all layers on a CUDA device; the host continues
     finish   waits for the counts, then allocates pages, updates tables and stores tokens
 
 The layers of a model deliver the K and V of a prompt one after the other. The host time is about the same for one layer
-as for many, and the host does not idle if the device has work queued after the plan.
+as for many, and the host does not idle if the device has work queued after the plan. Without kernels that plan,
+`finish` does everything.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kvstrata.cache.policy import settle_cuda
 from kvstrata.cache.policy.importance import initial, updated
 from kvstrata.cache.policy.reports import MOST
 from kvstrata.cache.policy.room import fits_each
-from kvstrata.cache.policy.scopes import Place, check_plans
+from kvstrata.cache.policy.scopes import Place, check_plans, move_tokens, plan_scopes
 from kvstrata.cache.storage.page import NewRows
-from kvstrata.cache.storage.tokens import Fresh
+from kvstrata.cache.storage.tokens import NEW, Fresh, Tokens
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 def supports(cache: CacheState, layers: Sequence[int], requests: Sequence[int], lengths: Sequence[int]) -> bool:
     """True if prompts of these lengths can be planned together: into empty layers, none fitting as plain rows."""
-    if not settle_cuda.supports(cache) or cache.budget.amount is None or cache.budget.shared:
+    if not settle_cuda.supports(cache) and cache.device.type != "cpu":
+        return False
+    if cache.budget.amount is None or cache.budget.shared:
         return False
     if min(lengths, default=0) <= cache.policy.settle_every or max(lengths) > cache.max_tokens:
         return False
@@ -90,30 +93,40 @@ class LayersAppend:
             importance = self._importance(mass.detach().reshape(-1, cache.kv_heads), counts)
         unseen = initial(cache.policy.mode, torch.from_numpy(counts)).numpy()
         fresh = Fresh(counts, first, np.zeros_like(counts), unseen, importance)
-        self._planned = settle_cuda.plan(cache, self._places, self._lengths, fresh, self._rows)
+        self._planned: settle_cuda.Planned | Tokens
+        if settle_cuda.supports(cache):
+            self._planned = settle_cuda.plan(cache, self._places, self._lengths, fresh, self._rows)
+        else:
+            self._planned = _tokens_of(fresh, cache.kv_heads, cache.device)
 
     def _current_stream(self) -> int:
         return 0 if self._cache.device.type == "cpu" else jit.current_stream(self._cache.device.index or 0)
 
     def _importance(self, mass: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
         """Importance of new tokens, float32 ``[tokens, kv_heads]``, from mass of all queries of a request."""
-        cache, queries = self._cache, torch.ones((), device="cpu")
-        first = torch.zeros((), device="cpu")
+        cache, queries = self._cache, torch.ones((), dtype=torch.float32, device="cpu")
+        first = torch.zeros((), dtype=torch.float32, device="cpu")
         if cache.policy.mode != "mean":
             queries = cache.pool.to_device(np.repeat(counts, counts)).unsqueeze(1)
             first = initial(cache.policy.mode, queries)
-        one = torch.ones((), device="cpu")
+        one = torch.ones((), dtype=torch.float32, device="cpu")
         return updated(cache.policy.mode, first, mass, queries, one, cache.decay).contiguous()
 
     def finish(self) -> None:
         """Wait for the plan and store the tokens; BudgetExceeded leaves the cache unchanged."""
         cache, planned, rows = self._cache, self._planned, self._rows
         try:
-            check_plans(cache, self._places, self._lengths, planned.needed)
+            if isinstance(planned, Tokens):
+                target = plan_scopes(cache, self._places, planned, self._lengths)
+            else:
+                check_plans(cache, self._places, self._lengths, planned.needed)
             self._record_streams()
             with cache._operation() as change:
                 cache._activate(change, self._requests)
-                settle_cuda.move(cache, change, planned, rows)
+                if isinstance(planned, Tokens):
+                    move_tokens(cache, change, self._places, planned, target, rows)
+                else:
+                    settle_cuda.move(cache, change, planned, rows)
                 requests, layers = np.divmod(self._where, cache.layers)
                 change.set(cache._lengths, (requests, layers), self._counts)
                 if cache.device.type != "cpu":
@@ -129,3 +142,23 @@ class LayersAppend:
         if self._current_stream() != self._stream:
             for x in (self._rows.k, self._rows.v, self._index, self._reports):
                 x.record_stream(torch.cuda.current_stream(self._cache.device))
+
+
+def _tokens_of(fresh: Fresh, kv_heads: int, device: torch.device) -> Tokens:
+    """New tokens as a list, place after place, row by row, head by head."""
+    counts = torch.from_numpy(fresh.counts)
+    place = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    number = torch.arange(len(place), device="cpu") - (counts.cumsum(0) - counts)[place]
+    row = torch.from_numpy(fresh.rows)[place] + number
+    own = torch.from_numpy(fresh.initial).float()[place].unsqueeze(1)
+    place, number, row, own = (x.to(device) for x in (place, number, row, own))
+    head = torch.arange(kv_heads, device=device)
+    slot = (row.unsqueeze(1) * kv_heads + head).flatten()
+    importance = own.expand(-1, kv_heads) if fresh.importance is None else fresh.importance[row]
+    return Tokens(
+        (place.unsqueeze(1) * kv_heads + head).flatten(),
+        torch.full_like(slot, NEW),
+        slot,
+        number.repeat_interleave(kv_heads),
+        importance.flatten(),
+    )

@@ -31,8 +31,6 @@ from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import factors
 from kvstrata.quant.rope import mean_rotation
 
-from .balance import factors_of
-
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
     from kvstrata.cache.storage.transaction import Transaction
@@ -62,20 +60,19 @@ def fix_centres(
     stored = cache.centre.flatten(0, 1)
     centres = stored[places]
     missing = ~cache._centred[requests, layers]
-    for layer in np.unique(np.array(layers)[missing]).tolist():
-        without = np.flatnonzero(missing & (np.array(layers) == layer))
-        chosen, chosen_target = tokens, target
+    if missing.any():
+        without, chosen, chosen_target = np.flatnonzero(missing), tokens, target
         if len(without) < len(requests):
             index = np.full(len(requests), -1)
             index[without] = np.arange(len(without))
             chosen = tokens.renumbered(cache.pool.to_device(index), cache.kv_heads)
             belongs = (chosen.head_cache >= 0).nonzero().flatten()
             chosen, chosen_target = chosen[belongs], target[belongs]
-        those = [requests[i] for i in without.tolist()]
-        for begun, centre in _computed(cache, layer, those, chosen, chosen_target, fresh):
+        of_layers, those = np.array(layers)[without], np.array(requests)[without]
+        for begun, centre in _computed(cache, of_layers, those, chosen, chosen_target, fresh):
             begun_index = cache.pool.to_device(without[begun])
             centres[begun_index] = centre
-            change.set(cache._centred, ([those[i] for i in begun], layer), True)
+            change.set(cache._centred, (those[begun], of_layers[begun]), True)
             change.launch(partial(stored.__setitem__, places[begun_index], centre))
     return _stored(cache, centres, places)
 
@@ -88,27 +85,39 @@ def _stored(cache: CacheState, centres: torch.Tensor, places: torch.Tensor) -> t
 
 
 def _computed(
-    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, target: torch.Tensor, fresh: NewRows | None
+    cache: CacheState,
+    layers: np.ndarray,
+    requests: np.ndarray,
+    tokens: Tokens,
+    target: torch.Tensor,
+    fresh: NewRows | None,
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Indices of requests whose first tokens are about to be quantised, and their centres ``[n, kv_heads, D]``."""
+    """Indices of places whose first tokens are about to be quantised, and their centres ``[n, kv_heads, D]``.
+
+    A place is a request in one of its layers, ``layers`` and ``requests`` ``[places]``.
+    """
     plain, heads = tokens.tier <= 0, cache.kv_heads
-    request = tokens.head_cache // heads
+    place = tokens.head_cache // heads
     begins = torch.zeros(len(requests), dtype=torch.int32, device=cache.device)
-    begins.index_add_(0, request, (plain & (target > 0)).int())
+    begins.index_add_(0, place, (plain & (target > 0)).int())
     begun = [i for i, n in enumerate(begins.tolist()) if n]
     first = plain & (tokens.position < CENTRE_TOKENS)
     last = torch.zeros(len(requests), dtype=torch.int64, device=cache.device)
-    last = last.scatter_reduce(0, request.long(), tokens.position.long(), "amax")
+    last = last.scatter_reduce(0, place.long(), tokens.position.long(), "amax")
+    balance = None
+    if cache.balance is not None:
+        balance = factors(cache.balance[cache.pool.to_device(requests), cache.pool.to_device(layers)]).flatten(0, 1)
     each = max(TABLE // (heads * CENTRE_TOKENS * cache.head_dim), 1)
     for batch in (begun[i : i + each] for i in range(0, len(begun), each)):
         row = torch.full((len(requests),), -1, device=cache.device)
         row[batch] = torch.arange(len(batch), device=cache.device)
-        row = row[request]
+        row = row[place]
         index = (first & (row >= 0)).nonzero().flatten()
-        k = _first_rows(cache, layer, requests, tokens[index], fresh)
-        if (balance := factors_of(cache, layer, requests)) is not None:
-            k *= balance.flatten(0, 1)[tokens.head_cache[index]]
-        slots = (row[index] * heads + tokens.head_cache[index] % heads, tokens.position[index])
+        chosen = tokens[index]
+        k = _first_rows(cache, layers, requests, chosen, fresh)
+        if balance is not None:
+            k *= balance[chosen.head_cache]
+        slots = (row[index] * heads + chosen.head_cache % heads, chosen.position)
         positions = horizon(last[batch] + 1, cache.max_tokens)
         yield batch, _of_rows(k, slots, (len(batch), heads), cache.rope, positions)
 
@@ -139,9 +148,9 @@ def _numba(device: str) -> ModuleType | None:
 
 
 def _first_rows(
-    cache: CacheState, layer: int, requests: list[int], tokens: Tokens, fresh: NewRows | None
+    cache: CacheState, layers: np.ndarray, requests: np.ndarray, tokens: Tokens, fresh: NewRows | None
 ) -> torch.Tensor:
-    """K of plain tokens, including new ones: float32 ``[n, D]``."""
+    """K of plain tokens of places, including new ones: float32 ``[n, D]``."""
     new = (tokens.tier == NEW).nonzero().flatten()
     if len(new) == len(tokens) and fresh is not None:
         return fresh.k.index_select(0, tokens.slot).float()
@@ -151,7 +160,7 @@ def _first_rows(
         k[new] = fresh.k[tokens.slot[new]].float()
     if len(new) < len(tokens):
         stored = (tokens.tier != NEW).nonzero().flatten()
-        k[stored] = cache.buckets.read(layer, requests, tokens[stored], 0).k.float()
+        k[stored] = cache.buckets.read(layers, requests.tolist(), tokens[stored], 0).k.float()
     return k
 
 

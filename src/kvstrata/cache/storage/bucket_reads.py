@@ -149,11 +149,11 @@ class BucketReads:
         owned[table >= 0] = self.pool.owners(table[table >= 0])
         return self.pool.to_device(owned)[tokens.head_cache, tokens.tier, tokens.slot // self.page_tokens]
 
-    def read(self, layer: int, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
-        """The rows of tokens that are all in one tier."""
+    def read(self, layers: int | np.ndarray, requests: Sequence[int], tokens: Tokens, tier: int) -> Rows:
+        """The rows of tokens that are all in one tier; ``layers``: of all requests, or of each."""
         head_cache, slot = tokens.head_cache.cpu().numpy(), tokens.slot.cpu().numpy()
         keys, place = np.unique(head_cache * self.max_pages + slot // self.page_tokens, return_inverse=True)
-        table = self.host_table[list(requests), layer, :, tier].reshape(-1)
+        table = self.host_table[list(requests), layers, :, tier].reshape(-1)
         pages = self.pool.read(table[keys].astype(np.int64), 0, self.page_formats[tier].stride)
         page = self.pool.to_device(place.reshape(-1))
         return self.page_formats[tier].read(pages, page, tokens.slot % self.page_tokens)
