@@ -139,6 +139,34 @@ def test_windows_in_inference_mode_and_out_of_it(modes: str, monkeypatch: pytest
         assert torch.equal(given, logits(model, whole, part, sizes))
 
 
+@pytest.mark.parametrize("options", [dict(windows.WIDE, max_batch=3), dict(format="K8V8", max_tokens=256)])
+def test_rows_that_cannot_be_picked_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a window, which move their rows themselves, beside others."""
+    monkeypatch.setattr(window, "LEAST", 32)
+    model, ids = windows.make("gemma3"), prompt(3, 90)
+    caches = [StrataCache(model.config, **options) for _ in "12"]
+    for cache in caches:
+        logits(model, cache, ids[:, :70], (70,))
+    refused = caches[0]
+    for wrong in ([1, -1, 0], [3, 0, 1]):
+        with pytest.raises(IndexError, match=r"beam_idx: expected rows from 0 to 2, got (-1|3)"):
+            refused.reorder_cache(torch.tensor(wrong))
+        with pytest.raises(IndexError, match=r"indices: expected rows from 0 to 2, got (-1|3)"):
+            refused.batch_select_indices(torch.tensor(wrong))
+    with pytest.raises(IndexError, match="indices: expected a mask of 3 rows, got 2"):
+        refused.batch_select_indices(torch.tensor([True, False]))
+    if "max_batch" in options:
+        for pick in (refused.reorder_cache, refused.batch_select_indices):
+            with pytest.raises(ValueError, match="max_batch: expected at least 4 rows, got 3"):
+                pick(torch.tensor([1, 2, 0, 0]))
+    found, expected = (logits(model, cache, ids[:, 70:], (4, 16)) for cache in caches)
+    assert torch.equal(found, expected)
+    for cache in caches:
+        cache.batch_select_indices(torch.tensor([False, True, True]))
+    found, expected = (logits(model, cache, ids[:2, :3], (3,)) for cache in caches)
+    assert torch.equal(found, expected)
+
+
 def test_window_tails_keep_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "LEAST", 32)
     model, ids = windows.make("mistral-window"), prompt(1, 40)

@@ -235,7 +235,7 @@ def test_rows_are_reordered_repeated_and_selected() -> None:
     assert [layer.pages.data_ptr() for layer in cache.layers] == pointers
     with pytest.raises(ValueError, match="max_batch: expected at least 8 rows, got 6"):
         cache.batch_repeat_interleave(4)
-    with pytest.raises(IndexError, match="rows"):
+    with pytest.raises(IndexError, match="beam_idx: expected rows from 0 to 1, got 2"):
         cache.reorder_cache(torch.tensor([0, 2]))
 
 

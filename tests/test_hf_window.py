@@ -147,6 +147,58 @@ def test_a_format_that_is_too_narrow_for_a_window_gives_one_warning(where: str) 
     assert warned(short, budget=0.29, balance=False) == [], "too short for an estimate"
 
 
+@pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
+def test_every_first_prompt_is_checked_until_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that fails does not count, a model without its last layers does; calibrations are told apart."""
+
+    def warned(model: Any, **options: Any) -> int:
+        cache = StrataCache(model.config, **SMALL | dict(budget=0.3) | options)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            model(IDS, past_key_values=cache)
+        return sum(issubclass(w.category, BudgetWarning) for w in caught)
+
+    hard = scaled(make("mistral-window"))
+    with monkeypatch.context() as patched:
+        patched.setattr(hard.model.layers[1], "forward", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            warned(hard, balance=False)
+    assert [warned(hard, balance=False) for _ in range(2)] == [1, 0]
+    cut = scaled(make("mistral-window"))
+    del cut.model.layers[1:]
+    assert [warned(cut, balance=False) for _ in range(2)] == [1, 0]
+    hard = scaled(make("mistral-window"))
+    good, shape = calibrate(hard, IDS), (SIZES["num_key_value_heads"], 32)
+    poor = replace(good, windows=[LayerCalibration(torch.ones(shape))] * 2)
+    assert good.fingerprint == poor.fingerprint, "there are only windows"
+    assert [warned(hard, calibration=given) for given in (good, poor, poor)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [dict(budget=0.6), dict(format="K8V8", max_tokens=256)], ids=["budget", "format"])
+def test_the_default_dtype_of_torch_does_not_matter(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Engines set it while they run; the guard is part of it, and layers with windows and without."""
+    model = make("gemma3")
+    model.config.sliding_window = W
+    expected = logits(model, StrataCache(model.config, **options))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        found = logits(model, StrataCache(model.config, **options))
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma3"])
+def test_a_dtype_without_rows_is_refused_by_name(name: str) -> None:
+    model = make(name).double()
+    for options in (dict(budget=0.6), dict(format="K8V8", max_tokens=256)):
+        if name == "gemma3" or "budget" in options:  # format= leaves windows to transformers
+            with pytest.raises(ValueError, match=r"dtype: expected one of .*float32\), got torch.float64"):
+                logits(model, StrataCache(model.config, **options))
+
+
 def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     model = make("mistral-window", where)
     for layer in model.model.layers:
@@ -338,9 +390,20 @@ def test_crop_rolls_back_tokens(where: str) -> None:
         again = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(80, 100)]
         torch.testing.assert_close(again, first, atol=0.1, rtol=0.01)  # tokens that were packed stay packed
         model(prompt(2, 80, seed=3).to(where), past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"crop: expected at most 32 columns .* got 90"):
+        with pytest.raises(RuntimeError, match=r"crop: expected at most (\d+) columns .* got 90") as refused:
             cache.crop(-90)
-    assert cache.get_seq_length() == 180
+        assert cache.get_seq_length() == 180
+        most = int(str(refused.value).split("at most ")[1].split()[0])
+        assert most >= window.MARGIN
+        with pytest.raises(RuntimeError, match=f"at most {most} .* got {most + 1}"):
+            cache.crop(-most - 1)
+        cache.crop(-5)
+        with pytest.raises(RuntimeError, match=f"at most {most - 5} .* got {most - 4}"):
+            cache.crop(4 - most)
+        cache.crop(5 - most)
+        with pytest.raises(RuntimeError, match=r"at most 0 .* got 1"):
+            cache.crop(-1)
+    assert cache.get_seq_length() == 180 - most
 
 
 @torch.no_grad()
@@ -359,7 +422,7 @@ def test_crop_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     oldest = layer.counts.written_to[0] + 1 - layer.ring  # with the step that failed
     most = 141 - (oldest + W - 1)
     assert most >= window.MARGIN
-    with pytest.raises(RuntimeError, match="crop: expected at most 32 columns"):
+    with pytest.raises(RuntimeError, match=f"crop: expected at most {most} columns"):
         cache.crop(-most - 1)
     cache.crop(-most)
     begin = cache.get_seq_length()

@@ -12,6 +12,7 @@ from kvstrata import threads
 
 pytest.importorskip("numba")
 
+from kvstrata import region_numba
 from kvstrata.loops import exact
 
 
@@ -38,6 +39,13 @@ def test_every_unit_runs_once(how: str, units: int, count: int, monkeypatch: pyt
     assert np.array_equal(out, table[:units, 2] * np.float32(0.5) + by)
     several = min(units, count)
     assert used == ([several] if how == "openmp" and several > 1 else [])
+
+
+def test_other_numbers_are_refused() -> None:
+    """As an integer a float would lose its fraction."""
+    out = np.zeros(4, np.float32)
+    with pytest.raises(TypeError, match=r"arguments: expected arrays, integers and float32 numbers, got 0\.5"):
+        region_numba.region(note, (np.zeros((4, 1), np.float32), 0, 0.5, out, out), 4, 1)
 
 
 AGAIN = """

@@ -101,7 +101,9 @@ def region(loop: Any, arguments: Sequence[Any], units: int, step: int) -> tuple[
         elif isinstance(x, np.float32):
             kinds.append(types.float32)
             words.append(int(np.array(x).view(np.int32)))
-        else:
+        elif isinstance(x, (int, np.integer)):
             kinds.append(types.int64)
             words.append(int(x))
+        else:
+            raise TypeError(f"arguments: expected arrays, integers and float32 numbers, got {x!r}")
     return _address_of_region(loop, tuple(kinds)), np.array(words, np.int64)

@@ -184,7 +184,7 @@ def squares(
     means = _moments(PromptSample(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
     turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
     (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
-    k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], device=key.device).unbind(0)
+    k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], dtype=torch.float32, device=key.device).unbind(0)
     centres = (means.x, means.y) if is_known or not rope else (torch.zeros_like(means.x),) * 2
     for channel, k, centre, q in zip(others, means[:2], centres, means[6:8], strict=True):
         k_square[..., channel] = (k[..., rest] - centre[..., rest].square()).clamp(min=0)

@@ -429,6 +429,7 @@ class StrataCache(Columns):
             layer.reset()
         self.prompts.drop()
         self.interrupted = False
-        self._tiered, self._shape, self._real, self.guard = None, None, np.ones((0, 0), bool), None
+        self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
+        self.guard = self.window_guard = None
         self.steps.forget()
         self.forward.drop()

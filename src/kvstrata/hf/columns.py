@@ -17,11 +17,13 @@ from kvstrata.cache import TieredCache
 
 from . import mask as masks
 from .forward import columns_of
+from .guard import Guard, WindowGuard
 from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .owned import adopt
 from .prompts import Prompts
 from .steps import Steps
+from .support import rows_of
 from .window import WindowLayer
 
 
@@ -34,6 +36,8 @@ class Columns(Cache):
     _checked: masks.LastMask
     _unfinished: TieredCache | None
     prompts: Prompts
+    guard: Guard | None
+    window_guard: WindowGuard | None
     interrupted = False  # a forward failed after some layers had stored their tokens
     _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and its copy on the device
 
@@ -198,6 +202,14 @@ class Columns(Cache):
 
     def end_forward(self) -> None:
         """A forward that was no step has returned; its layers have counted their columns."""
+        self._finish_estimates()  # also if the last layer of the config was cut off
+
+    def _finish_estimates(self) -> None:
+        """Warn if layers of a first prompt have a large error."""
+        guards, self.guard, self.window_guard = (self.guard, self.window_guard), None, None
+        for guard in guards:
+            if guard is not None:
+                guard.finish()
 
     def stored(self) -> list[Any]:
         """Columns of each layer, to see whether a forward that failed stored any."""
@@ -280,31 +292,39 @@ class Columns(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i a copy of row ``beam_idx[i]``, int64 ``[rows]``, for beam search; pages are shared, not copied.
 
-        Raises ValueError for a row that does not exist, or IndexError if a layer that is not compressed detects it
-        first.
+        Raises IndexError for a row that does not exist, and ValueError for more than ``max_batch`` rows.
         """
+        rows = rows_of("beam_idx", beam_idx, self.rows)
+        self._check_room(len(rows))
         for layer in self._plain():
             layer.reorder_cache(beam_idx)
-        self._pick(beam_idx.tolist())
+        self._pick(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times; ValueError for more than ``max_batch`` rows. Pages are shared."""
         rows = self.rows
-        if self._tiered is not None and rows * repeats > self.tiered.max_requests:
-            raise ValueError(
-                f"max_batch: expected at least {rows * repeats} rows, got {self.tiered.max_requests};"
-                f" StrataCache(..., max_batch={rows * repeats})"
-            )
+        self._check_room(rows * repeats)
         for layer in self._plain():
             layer.batch_repeat_interleave(repeats)
         self._pick([row for row in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
+        """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``.
+
+        Raises IndexError for unknown rows, and ValueError for more than ``max_batch`` rows.
+        """
+        rows = rows_of("indices", indices, self.rows)
+        self._check_room(len(rows))
         for layer in self._plain():
             layer.batch_select_indices(indices)
-        if self._tiered is not None:
-            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+        self._pick(rows)
+
+    def _check_room(self, rows: int) -> None:
+        if self._tiered is not None and rows > self.tiered.max_requests:
+            raise ValueError(
+                f"max_batch: expected at least {rows} rows, got {self.tiered.max_requests};"
+                f" StrataCache(..., max_batch={rows})"
+            )
 
     def _pick(self, rows: list[int]) -> None:
         if self._tiered is None or rows == list(range(self.rows)):

@@ -36,6 +36,8 @@ LIMIT = 0.5  # relative error of a layer's attention output above which to warn:
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K3V2", "K2V2")  # formats assumed for a recommended budget
 ADVICE = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6)  # budgets that a warning may recommend
 
+Checked = tuple[torch.nn.Module, object]  # a model's attention, and the setting it is checked with
+
 _seen: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
 
 
@@ -67,7 +69,7 @@ class Sample:
         plain: tuple[int, int],
     ) -> None:
         tokens = min(query.shape[1], MOST)
-        query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, device=query.device).long()
+        query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, dtype=torch.float32, device=query.device).long()
         token_index = torch.arange(tokens, device=query.device)
         self.logits = logits
         self.query = query[:, query_index].float().unflatten(0, (key.shape[0], -1))  # [kv_heads, group, QUERIES, D]
@@ -146,12 +148,13 @@ def error_at(fraction: float, prices: Sequence[float], formats: Sequence[Format]
 
 def _is_new(module: torch.nn.Module, real: np.ndarray, setting: object) -> bool:
     """True if a prompt is long enough for an estimate, and the model was not checked with this setting before."""
-    if not real.size or real.sum(1).max() < FEWEST:
-        return False
-    seen = _seen.setdefault(module, set())
-    is_new = setting not in seen
-    seen.add(setting)
-    return is_new
+    return bool(real.size) and real.sum(1).max() >= FEWEST and setting not in _seen.get(module, ())
+
+
+def _note(checked: Checked | None) -> None:
+    """Note that a model was checked with a setting."""
+    if checked is not None:
+        _seen.setdefault(checked[0], set()).add(checked[1])
 
 
 def _warn(fraction: float, error: float, where: str, instead: str) -> None:
@@ -171,6 +174,7 @@ class Guard:
         self.chosen = chosen  # tiers are the user's, so a recommended budget needs others
         self.worst, self.layer = 0.0, 0
         self.advice: float | None = 0.0  # smallest sufficient budget so far, None if there is none
+        self.checked: Checked | None = None
 
     @classmethod
     def begin(
@@ -191,8 +195,9 @@ class Guard:
         setting = (cache.budget.amount, cache.formats, cache.balance is None, given)
         if not _is_new(module, real, setting):
             return None
-        counts = real.sum(1)
-        return cls(cache, int(counts.argmax()), chosen)
+        guard = cls(cache, int(real.sum(1).argmax()), chosen)
+        guard.checked = module, setting
+        return guard
 
     @torch.no_grad()
     def add(
@@ -222,7 +227,8 @@ class Guard:
             self.advice = None if enough is None else max(self.advice, enough)
 
     def finish(self) -> None:
-        """Warn if a layer's error is above the limit."""
+        """Warn if a layer's error is above the limit; the model counts as checked from now on."""
+        _note(self.checked)
         if self.worst > LIMIT:
             instead = f"budget={self.advice:g}" if self.advice else "budget=1.0"
             if self.chosen:
@@ -239,13 +245,19 @@ class WindowGuard:
     def __init__(self, request: int, fraction: float) -> None:
         self.request, self.fraction = request, fraction
         self.worst, self.where, self.advice = 0.0, "", 0.0
+        self.checked: Checked | None = None
 
     @classmethod
     def begin(
         cls, fraction: float, module: torch.nn.Module, real: np.ndarray, setting: tuple[object, ...]
     ) -> WindowGuard | None:
         """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
-        return cls(int(real.sum(1).argmax()), fraction) if _is_new(module, real, (fraction, *setting)) else None
+        setting = fraction, *setting
+        if not _is_new(module, real, setting):
+            return None
+        guard = cls(int(real.sum(1).argmax()), fraction)
+        guard.checked = module, setting
+        return guard
 
     def add(self, place: int, form: Format, sample: Sample, format_at: Callable[[float], Format | None]) -> None:
         """Estimate the ``place``-th layer of the model, in format ``form``; ``format_at`` a budget it has another."""
@@ -258,6 +270,7 @@ class WindowGuard:
             self.advice = max(self.advice, enough)
 
     def finish(self) -> None:
-        """Warn if a layer's error is above the limit."""
+        """Warn if a layer's error is above the limit; the model counts as checked from now on."""
+        _note(self.checked)
         if self.worst > LIMIT:
             _warn(self.fraction, self.worst, self.where, f"budget={self.advice:g}")

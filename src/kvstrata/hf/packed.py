@@ -30,6 +30,7 @@ from .owned import adopt
 from .packed_layer import PackedLayer
 from .packed_rows import PackedRows
 from .rope import frequencies
+from .support import rows_of
 
 TOKENS = 2**15  # default capacity of a row, unless a prompt or the config needs more
 ROOM = 2**31  # slots are int32
@@ -149,6 +150,7 @@ class PackedCache(Cache):
         reason = support.misfit(key, value, self._shape)
         if reason or self.state is not None:
             return reason
+        support.check_dtype(key.dtype)
         rows, heads, new, dim = key.shape
         if self.calibration is not None:
             self.calibration.check(len(self._packed), heads, dim)
@@ -349,9 +351,10 @@ class PackedCache(Cache):
 
         Raises IndexError for a row that does not exist.
         """
+        rows = rows_of("beam_idx", beam_idx, self.rows)
         for layer in self._plain():
             layer.reorder_cache(beam_idx)
-        self._pick(beam_idx.tolist())
+        self._pick(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times; ValueError for more than ``max_batch`` rows."""
@@ -366,18 +369,16 @@ class PackedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices``, int64 ``[n]`` or a bool mask ``[rows]``; raises IndexError for unknown rows."""
+        rows = rows_of("indices", indices, self.rows)
         for layer in self._plain():
             layer.batch_select_indices(indices)
-        if self.state is not None:
-            self._pick(torch.arange(self.rows)[indices.cpu()].tolist())
+        self._pick(rows)
 
     def _pick(self, rows: list[int]) -> None:
         """Make row i a copy of row ``rows[i]``; only pages with tokens are copied, in rows that change."""
         if self.state is None or rows == list(range(self.rows)):
             return
         self._undo()
-        if bad := [row for row in rows if not 0 <= row < self.rows]:
-            raise IndexError(f"rows: expected 0 to {self.rows - 1}, got {bad[0]}")
         blocks, device = self.state.block_table.shape[1], self.state.columns.device
         used = -(-int(self.state.seq_lens.max()) // self.page_tokens)
         moved = [(old, new) for new, old in enumerate(rows) if old != new]

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from kvstrata.cache.tiered_cache import DTYPES
+
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Keyword arguments of an attention function that a compressed layer handles or that do not change the scores.
 KNOWN = {"query", "key", "value", "attention_mask", "position_ids", "is_causal", "sliding_window", "scaling", "softcap"}
@@ -124,6 +126,30 @@ def check_shape(key: torch.Tensor, heads: int, dim: int) -> None:
             f"past_key_values: expected K of {heads} heads of {dim} as before, got {key.shape[1]} of {key.shape[3]};"
             " a cache belongs to one model, and reset() empties it for another"
         )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError for a model or cache in a dtype whose rows cannot be stored."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
+
+
+def rows_of(name: str, indices: torch.Tensor, rows: int) -> list[int]:
+    """Rows that an argument names, int64 ``[n]`` or a bool mask ``[rows]``; IndexError for one that does not exist.
+
+    ``rows`` is 0 if no layer is compressed; then transformers' own layers check.
+    """
+    if not rows:
+        return []
+    if indices.dtype == torch.bool:
+        if len(indices) != rows:
+            raise IndexError(f"{name}: expected a mask of {rows} rows, got {len(indices)}")
+        return [int(row) for row in indices.nonzero()]
+    chosen: list[int] = indices.tolist()
+    for row in chosen:
+        if not 0 <= row < rows:
+            raise IndexError(f"{name}: expected rows from 0 to {rows - 1}, got {row}")
+    return chosen
 
 
 def warn_if_useless(cache: Any) -> None:

@@ -134,6 +134,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, heads, _, dim = key_states.shape
         dtype = self.owner.dtype or (torch.float16 if key_states.dtype == torch.float32 else key_states.dtype)
+        support.check_dtype(dtype)
         self.dtype, self.device = dtype, key_states.device
         self.format = self._format(dim)
         with torch.inference_mode(False):  # steps outside inference mode write to them
@@ -238,7 +239,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         owner, own = self.owner, self.calibration
         if self.index == 0:
             new = np.ones((self.rows, call.key.shape[2]), bool) if real is None else real.cpu().numpy()
-            given = None if owner.calibration is None else owner.calibration.fingerprint
+            given = None if owner.calibration is None else owner.calibration.window_fingerprint
             setting = (self.format, owner.options.get("balance") is not False, given)
             owner.window_guard = WindowGuard.begin(self.fraction, call.module, new, setting)
         if (guard := owner.window_guard) is None:
@@ -524,8 +525,10 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         # A step that failed may have overwritten one more token than the counters say.
         first = [p + 1 - self.ring for p in counts.written_to]  # position of the oldest token that is there
         if any(max(n - window + 1, 0) < p for n, p in zip(counts.lengths, first, strict=True)):
+            most = min(n - window + 1 - p for n, p in zip(self.counts.lengths, first, strict=True) if p > 0)
             raise RuntimeError(
-                f"crop: expected at most {MARGIN} columns to remove once the window of {window} is full, got {count}"
+                f"crop: expected at most {most} columns to remove, since tokens before the window of {window} were"
+                f" overwritten, got {count}"
             )
         self.columns, self.counts = max(self.columns - count, 0), counts
 

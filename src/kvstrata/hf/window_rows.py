@@ -36,7 +36,7 @@ class RowCalibration(Copied):
 
     def __init__(self, rows: int, kv_heads: int, dim: int, device: torch.device | str) -> None:
         with torch.inference_mode(False):  # calls outside inference mode write to them
-            self.balance = torch.ones(rows, kv_heads, dim, device=device)
+            self.balance = torch.ones(rows, kv_heads, dim, dtype=torch.float32, device=device)
             self.centre = torch.zeros_like(self.balance)
         self.rope: list[float] = []
         self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores

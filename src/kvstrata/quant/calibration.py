@@ -103,6 +103,14 @@ class LayerCalibration:
         return LayerCalibration(*(None if x is None else x.to(device) for x in (self.balance, self.centre)))
 
 
+def _digest(layers: Sequence[LayerCalibration]) -> str:
+    digest = hashlib.sha256()
+    for layer in layers:
+        for x in (layer.balance, layer.centre):
+            digest.update(b"none" if x is None else str(tuple(x.shape)).encode() + x.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Calibration of all layers of a model, as `kvstrata calibrate` writes it.
@@ -166,11 +174,12 @@ class Calibration:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the balance and the centre of all layers but those of ``windows``; equal for equal numbers."""
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            for x in (layer.balance, layer.centre):
-                digest.update(b"none" if x is None else str(tuple(x.shape)).encode() + x.cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return _digest(self.layers)
+
+    @cached_property
+    def window_fingerprint(self) -> str:
+        """`fingerprint` of the layers with a sliding window."""
+        return _digest(self.windows)
 
     def check(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise ValueError unless this is a calibration of a model with these sizes."""

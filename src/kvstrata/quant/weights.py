@@ -83,7 +83,7 @@ def _turn(rope: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _steady(rope: Sequence[float], dim: int, interleaved: bool) -> torch.Tensor:
     """Share of a constant's energy that remains in its mean over the horizon, per channel; 1 without RoPE."""
-    share = torch.ones(dim, device="cpu")
+    share = torch.ones(dim, dtype=torch.float32, device="cpu")
     if rope:
         cos, sin = _turn(rope)
         by_pair = cos.square() + sin.square()

@@ -55,7 +55,9 @@ def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.
         pages = pages_of(job, request, first, last)
         position = torch.arange(first * f.page_tokens, last * f.page_tokens, device=q.device)
         position = position.view(1, last - first, f.page_tokens).expand(kv_heads, -1, -1)
-        centre = torch.zeros(kv_heads, 1, dim, device=q.device) if job.centre is None else job.centre.unsqueeze(1)
+        centre = torch.zeros(kv_heads, 1, dim, dtype=torch.float32, device=q.device)
+        if job.centre is not None:
+            centre = job.centre.unsqueeze(1)
         count = np.full(kv_heads, split.packed - first * f.page_tokens)
         coded = Coded(pages, f, centre, count, position)
         assert coded.position is not None
@@ -63,7 +65,7 @@ def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.
         parts.append((scores, coded.position[0], coded))
     for k, v, position in _plain_rows(job, split, length):
         parts.append((plain_q @ k.mT, position, v))
-    logits = torch.zeros(kv_heads, queries * group, 0, device=q.device)
+    logits = torch.zeros(kv_heads, queries * group, 0, dtype=torch.float32, device=q.device)
     for scores, position, _ in parts:
         if job.softcap is not None:
             scores = torch.where(scores == -torch.inf, scores, torch.tanh(scores / job.softcap) * job.softcap)
@@ -77,7 +79,7 @@ def attend(job: Job, request: int, q: torch.Tensor, length: int) -> tuple[torch.
         logits = torch.cat([logits, sinks], 2)
     lse = torch.logsumexp(logits, 2)
     safe = torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(2)
-    out = torch.zeros(kv_heads, queries * group, dim, device=q.device)
+    out = torch.zeros(kv_heads, queries * group, dim, dtype=torch.float32, device=q.device)
     weights = (logits[:, :, :tokens] - safe).exp().split([scores.shape[2] for scores, *_ in parts], 2)
     for weight, (_, _, values) in zip(weights, parts, strict=True):
         out = out + (weight @ values if isinstance(values, torch.Tensor) else values.values(weight))

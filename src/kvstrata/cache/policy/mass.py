@@ -62,11 +62,12 @@ def new_importance(
     parts = zip(mass, starts.tolist(), lengths, strict=True)
     own = torch.cat([of_request[:, start : start + n].T for of_request, start, n in parts])
     if cache.policy.mode == "mean":
-        first = torch.zeros((), device="cpu")  # independent of the length
+        first = torch.zeros((), dtype=torch.float32, device="cpu")  # independent of the length
     else:
         ends = cache.pool.to_device(np.repeat(starts + np.array(lengths), lengths)).unsqueeze(1).expand_as(own)
         first = initial(cache.policy.mode, ends)
-    return updated(cache.policy.mode, first, own, queries, torch.ones((), device="cpu"), cache.decay).contiguous()
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    return updated(cache.policy.mode, first, own, queries, one, cache.decay).contiguous()
 
 
 def observe_mass(
@@ -86,7 +87,7 @@ def observe_mass(
     length = cache.pool.to_device(cache._lengths[list(requests), layer].astype(np.int64))
     seen, given = length[row] - tokens.position, weight.long()[row]
     own = mass_of(tokens, mass, cache.kv_heads) * (torch.minimum(given, seen) / seen.clamp(max=q_len))
-    one = torch.ones((), device=own.device)
+    one = torch.ones((), dtype=torch.float32, device=own.device)
     importance = updated(cache.policy.mode, tokens.importance, own, given.clamp(min=1), one, cache.decay)
     speaks = given > 0
     if cache.pool.shares:
