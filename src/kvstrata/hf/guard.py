@@ -23,6 +23,7 @@ import torch
 from kvstrata.cache import TieredCache
 from kvstrata.cache.policy.balance import factors_of
 from kvstrata.cache.policy.centre import centre_of, horizon
+from kvstrata.cache.storage.page import loops_for
 from kvstrata.layout import Format, rotation
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration
@@ -131,7 +132,13 @@ def _rounded(
     x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: dict[int, float]
 ) -> torch.Tensor:
     """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32, without the centre."""
-    codes, scale = quant.quantize_plain(x, centre, bits, rotate, gain[bits])
+    flat = x.flatten(0, -2)
+    if (loops := loops_for(flat)) is None:
+        codes, scale = quant.quantize_plain(x, centre, bits, rotate, gain[bits])
+    else:  # the same codes
+        by_row = None if centre is None else centre.expand_as(x).flatten(0, -2)
+        codes, scale = loops.quantize_plain(flat, by_row, bits, rotate, gain[bits])
+        codes, scale = codes.view(x.shape), scale.view(x.shape[:-1])
     rows = quant.decode(codes, scale, bits)
     return rotation.rotate(rows) if rotate else rows
 

@@ -51,6 +51,7 @@ class QueuedLayer(NamedTuple):
     sampled: torch.Tensor  # queries sampled for mass; on a CPU the mass itself, [rows, kv_heads, columns]
     key: torch.Tensor  # [rows, kv_heads, columns, D]
     value: torch.Tensor
+    guarded: tuple[Guard, torch.Tensor] | None  # what checks the layer, and all queries
 
 
 class PromptColumns:
@@ -138,8 +139,8 @@ class Prompts:
             self._all_wait = supports(cache, rest, range(len(real)), self._columns.lengths)
         self._next = (cache, layer + 1) if self._all_wait else None
         self._cache, self._setting = cache, (settings, logits)
-        alone = guard is not None or logits.sinks is not None
         on_cpu = not settle_cuda.supports(cache)
+        alone = logits.sinks is not None or (guard is not None and not on_cpu)
         group = 1 if alone else group_of(cache.layers, key.nbytes + value.nbytes, on_cpu)
         first = query[:, :, : self._columns.balance_columns if settings.estimates else 0]
         sampled = query[:, :, :0]
@@ -149,9 +150,11 @@ class Prompts:
             sampled = sampled_queries(query, settings.limit)
         if group > 1:  # otherwise all queries would be kept alive
             first = first.clone()
-        self._waiting.append(QueuedLayer(layer, *(x.detach() for x in (first, sampled, key, value))))
+        first, sampled, key, value = (x.detach() for x in (first, sampled, key, value))
+        guarded = None if guard is None else (guard, query)
+        self._waiting.append(QueuedLayer(layer, first, sampled, key, value, guarded))
         if len(self._waiting) >= group or layer == cache.layers - 1:
-            self._plan(None if guard is None else (guard, query))
+            self._plan()
             if on_cpu:
                 self._guarded(self._store)
 
@@ -176,16 +179,16 @@ class Prompts:
             self._lost = error
             raise
 
-    def _plan(self, guarded: tuple[Guard, torch.Tensor] | None = None) -> None:
+    def _plan(self) -> None:
         self._guarded(self._store)
-        self._guarded(self._queue, guarded)
+        self._guarded(self._queue)
 
     def _store(self) -> None:
         planned, self._planned = self._planned, None
         if planned is not None:
             planned.finish()
 
-    def _queue(self, guarded: tuple[Guard, torch.Tensor] | None) -> None:
+    def _queue(self) -> None:
         """Queue the plan of all waiting layers."""
         group, self._waiting = self._waiting, []
         cache, columns = self._cache, self._columns
@@ -198,10 +201,11 @@ class Prompts:
         by_head = raw.flatten(0, 1).transpose(1, 2)
         if settings.estimates:
             self._balance(cache, _stacked([x.first for x in group]), by_head, columns, settings, layers)
-        if guarded is not None:
-            guard, query = guarded
-            real = torch.from_numpy(columns.real).to(query.device)
-            guard.add(layers[0], query, group[0].key, group[0].value, real, logits)
+        for x in group:
+            if x.guarded is not None:
+                guard, query = x.guarded
+                real = torch.from_numpy(columns.real).to(query.device)
+                guard.add(x.layer, query, x.key, x.value, real, logits)
         mass = None
         if settings.limit is not None:
             mass, count = _stacked([x.sampled for x in group]).flatten(0, 1), columns.real.shape[1]
