@@ -286,12 +286,12 @@ def test_rows_are_reordered_repeated_and_selected(where: str) -> None:
     cache = StrataCache(model.config, **WIDE, max_batch=6)
     logits(model, cache, ENDS[:9])
     layer = next(layer for layer in cache.layers if isinstance(layer, WindowLayer))
-    k, v = layer._past(W - 1, torch.float32)
+    k, v = layer.past(W - 1, torch.float32)
     cache.reorder_cache(torch.tensor([1, 0, 1]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3, 5]))
     rows = [1, 0, 1]
-    assert all(torch.equal(given, x[rows]) for given, x in zip(layer._past(W - 1, torch.float32), (k, v), strict=True))
+    assert all(torch.equal(given, x[rows]) for given, x in zip(layer.past(W - 1, torch.float32), (k, v), strict=True))
     cache.reset()
     with torch.no_grad():
         assert torch.isfinite(model(IDS[:2, :60].to(where), past_key_values=cache).logits).all()

@@ -3,17 +3,15 @@
     positions of a row   0 ........ n - W - MARGIN ........................ n - C ............ n
                           gone    | packed pages, slot = position mod ring | tail, position mod C + 1     |
 
-Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. A
-decode step moves one token from the tail to the pages and attends to both (window_step.py). Everything else unpacks the
-window and attends with the model's own function and mask. K of each row has its own balance and centre
-(window_rows.py).
+Tokens that no later query can see are overwritten, so the bytes are those of one window, however long the text is. Both
+rings are in window_rings.py; K of each row has its own balance and centre (window_rows.py). A decode step moves one
+token from the tail to the pages and attends to both (window_step.py). Everything else unpacks the window and attends
+with the model's own function and mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvstrata.cache.policy.centre import HORIZON
 from kvstrata.layout import Format
-from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration
-from kvstrata.store import store_packed
 
 from . import attention, support
 from . import mask as masks
@@ -33,15 +29,14 @@ from .logits import Logits
 from .owned import Owned
 from .rope import frequencies
 from .steps import Steps
-from .window_counts import Geometry, RowCounts, StepSlots
-from .window_rows import RowCalibration, picked
-from .window_step import in_dtype, read, store, strata_window
+from .window_counts import Geometry, RowCounts, StepSlots, behind_padding
+from .window_rings import TENSORS, WindowRings, without_autocast
+from .window_rows import RowCalibration
+from .window_step import read, store, strata_window
 
-T = TypeVar("T")
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
-TENSORS = ("pages", "tail_k", "tail_v")  # in a file
 
 
 class Owner(Protocol):
@@ -75,32 +70,13 @@ def window_of(text: Any, place: int, layer: Any) -> int | None:
     return window if window and window >= LEAST and support.slides(text, place, layer) else None
 
 
-def _without_autocast(method: Callable[..., T]) -> Callable[..., T]:
-    """Keep the dtypes of the tail and of the pages whatever an autocast around the model says."""
-
-    @wraps(method)
-    def run(self: WindowLayer, *args: Any) -> T:
-        if not torch.is_autocast_enabled(self.device.type):
-            return method(self, *args)
-        with torch.autocast(self.device.type, enabled=False):
-            return method(self, *args)
-
-    return run
-
-
-class WindowLayer(Owned[Owner], CacheLayerMixin):
+class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
     """Tail and pages of one window; ``columns`` is the length as transformers counts it, padding included."""
 
     is_sliding = True
     is_compileable = False
     is_croppable = False  # crop removes tokens but does not restore 16-bit values of packed ones
 
-    format: Format  # set with the first token, like the tensors
-    pages: torch.Tensor  # uint8 [rows * ring_blocks, kv_heads, page_bytes]
-    table: torch.Tensor  # int32 [rows, 2 * ring_blocks]: block table, two turns of the ring
-    tail_k: torch.Tensor  # [rows, kv_heads, recent_tokens + 1, D]
-    tail_v: torch.Tensor
-    calibration: RowCalibration
     slots: StepSlots  # of the last step
 
     def __init__(
@@ -116,10 +92,6 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.ring = self.ring_blocks * self.page_tokens
         self.attend_shared: attention.AttendShared | None = None
         self.reset()
-
-    @property
-    def rows(self) -> int:
-        return len(self.counts.lengths)
 
     def plain(self) -> DynamicSlidingWindowLayer:
         """transformers' own layer, to replace this one."""
@@ -137,22 +109,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         support.check_dtype(dtype)
         self.dtype, self.device = dtype, key_states.device
         self.format = self._format(dim)
-        with torch.inference_mode(False):  # steps outside inference mode write to them
-            size = (rows * self.ring_blocks, heads, self.format.page_bytes)
-            self.pages = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.tail_k, self.tail_v = (
-                torch.zeros(rows, heads, self.recent_tokens + 1, dim, dtype=dtype, device=self.device) for _ in range(2)
-            )
-        self.table = self._ring_table(rows)
-        self.calibration = RowCalibration(rows, heads, dim, self.device)
-        self.counts = RowCounts.empty(rows)
+        self.allocate(rows, heads, dim)
         self.is_initialized = True
-
-    def _ring_table(self, rows: int) -> torch.Tensor:
-        block = torch.arange(2 * self.ring_blocks) % self.ring_blocks
-        table = torch.arange(rows).unsqueeze(1) * self.ring_blocks + block
-        with torch.inference_mode(False):
-            return table.to(self.device, torch.int32, copy=True)
 
     def _format(self, head_dim: int) -> Format:
         """Format of the pages; raises ValueError if none fits the budget."""
@@ -220,7 +178,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         before = min(self.columns, self.sliding_window - 1)
         keys, values = key, value
         if before:
-            past_k, past_v = self._past(before, key.dtype)
+            past_k, past_v = self.past(before, key.dtype)
             keys, values = torch.cat([past_k, key], 2), torch.cat([past_v, value], 2)
         if self.owner.shares:
             self.attend_shared = lambda query, mask, model_attention, logits: self._prompt(
@@ -229,10 +187,11 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         out = self._prompt(query, keys, values, mask, model_attention)
         if not self.columns:
             self._estimate(call, real)
-        self._append(key, value, real)
+        self.append(key, value, real)
+        self.columns += queries
         return out
 
-    @_without_autocast
+    @without_autocast
     @torch.no_grad()
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the format in a first prompt; after the last window, warn if it is large."""
@@ -280,24 +239,13 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             real = masks.new_tokens(mask, queries).expand(rows, -1)
         if any(self.counts.ended) or (real is not None and not bool(real.all())):
             new = torch.ones(rows, queries, dtype=torch.bool) if real is None else real.cpu()
-            behind = self._behind_padding(new)
+            behind = behind_padding(self.counts, new, self.sliding_window)
             if bool(behind.any()):
                 self._refuse_padding(int(behind.nonzero()[0]))
         if mask is not None and real is not None and not self.owner.checked_window.holds(mask):
             self._check_mask(mask, real)
             self.owner.checked_window.set(mask)
         return None if real is None or bool(real.all()) else real
-
-    def _behind_padding(self, new: torch.Tensor) -> torch.Tensor:
-        """Rows, bool ``[rows]``, with a token behind padding behind a token; ``new [rows, queries]`` is on the host.
-
-        Padding in the middle of a prompt is no obstacle once no later query sees it.
-        """
-        begun, ended = torch.tensor([self.counts.lengths, self.counts.ended], device="cpu").bool().unsqueeze(2)
-        before = torch.cat([begun & ~ended, new[:, :-1]], 1)
-        behind = new & ~before & (begun | (before.cumsum(1) > 0))
-        behind[:, 1 : 2 - self.sliding_window] = False
-        return behind.any(1) | (ended & new).any(1)
 
     @staticmethod
     def _refuse_padding(row: int) -> NoReturn:
@@ -334,7 +282,7 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         if first:
             self.calibration.fix_centres(first, self._in_order(), [self.counts.held[row] for row in first])
         if self.counts.lacks(self.recent_tokens):
-            self._refill()
+            self.refill()
         self.slots.fill(self.counts)
         self.slots.is_ready = not first
 
@@ -345,12 +293,12 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         first = self._numbers([self.columns - n for n in self.counts.lengths]).unsqueeze(1)
         return torch.equal(mask.to(self.device) != 0, torch.arange(self.columns + 1, device=self.device) >= first)
 
-    @_without_autocast
+    @without_autocast
     def decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits) -> torch.Tensor:
         """Device part: store the token of every row and attend, ``[rows, 1, heads, D]``. Capturable."""
         return read(self, self.slots, query, store(self, self.slots, query, key, value), logits)
 
-    @_without_autocast
+    @without_autocast
     def _read(self, query: torch.Tensor, logits: Logits) -> torch.Tensor:
         """Attention of other queries than those of `decode`, after it."""
         return read(self, self.slots, query, self.calibration.of_query(query[:, :, 0].to(self.dtype)), logits)
@@ -361,33 +309,6 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         self.counts = self.slots.after
 
     # Reading
-
-    @_without_autocast
-    def _past(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[rows, kv_heads, count, D]`` of each row's last tokens, right-aligned; zero before them."""
-        ends, held = self._numbers(self.counts.lengths).unsqueeze(1), self._numbers(self.counts.held).unsqueeze(1)
-        position = ends - count + torch.arange(count, device=self.device)
-        k, v = quant.restore(*quant.dequantize_page(self.pages.unsqueeze(2), self.format), self.format)
-        ring_k, ring_v = (x.squeeze(2).unflatten(0, (len(ends), -1)).transpose(1, 2).flatten(2, 3) for x in (k, v))
-        slot = torch.where(
-            position >= ends - held, self.ring + position % (self.recent_tokens + 1), position % self.ring
-        )[:, None, :, None]
-        out = []
-        for ring, tail in ((self.calibration.restored(ring_k), self.tail_k), (ring_v, self.tail_v)):
-            both = torch.cat([in_dtype(ring, dtype), tail.to(dtype)], 2)  # [rows, kv_heads, slots, D]
-            rows = both.gather(2, slot.expand(-1, both.shape[1], -1, both.shape[3]))
-            out.append(rows.masked_fill_((position < 0)[:, None, :, None], 0))
-        return out[0], out[1]
-
-    def _in_order(self) -> torch.Tensor:
-        """K of the tail ``[rows, kv_heads, recent_tokens, D]`` with the newest tokens at the end."""
-        width = self.recent_tokens
-        position = self._numbers(self.counts.lengths).unsqueeze(1) + torch.arange(-width, 0, device=self.device)
-        return self.tail_k.gather(2, (position % (width + 1))[:, None, :, None].expand_as(self.tail_k[:, :, 1:]))
-
-    def _numbers(self, values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Copy a few numbers to the device without waiting for it."""
-        return torch.tensor(values, dtype=dtype, device="cpu").to(self.device, non_blocking=True)
 
     def _prompt(
         self,
@@ -406,76 +327,6 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
             seen = slice(max(before + new.start - self.sliding_window + 1, 0), before + new.stop)
             parts.append(model_attention(query[:, :, new], key[:, :, seen], value[:, :, seen], mask[:, :, new, seen]))
         return torch.cat(parts, 1)
-
-    # Writing
-
-    @_without_autocast
-    @torch.no_grad()
-    def _append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Store the tokens among the new columns: the newest in the tail, all others of the window in the pages."""
-        columns = key.shape[2]
-        new, ended = [columns] * self.rows, None
-        if real is not None:
-            order = real.int().argsort(dim=1, stable=True)[:, None, :, None]  # padding first
-            key, value = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (key, value))
-            new = real.sum(1).tolist()
-            last = real[:, -1].tolist()
-            ended = [n + c > 0 and not own for n, c, own in zip(self.counts.lengths, new, last, strict=True)]
-        self._fix_centres(key, new)
-        grown = self.counts.grown(new, self.recent_tokens, ended)
-        needed = min(columns, self.ring + self.recent_tokens)  # no later query sees older ones
-        key, value = (in_dtype(x[:, :, columns - needed :], self.dtype) for x in (key, value))
-        before, after = (self._numbers(x.lengths).unsqueeze(1) for x in (self.counts, grown))
-        self._pack(key, value, before, after)
-        self._fill_tail(key, value, before, after)
-        self.columns, self.counts = self.columns + columns, grown
-
-    def _fix_centres(self, key: torch.Tensor, new: list[int]) -> None:
-        """Fix the centres of rows that will have their first packed tokens, from all that they hold at 16 bit.
-
-        ``key [rows, kv_heads, n, D]`` is right-aligned, with ``new`` tokens of each row.
-        """
-        if first := self.counts.unpacked(new, self.recent_tokens):
-            if any(self.counts.held):  # rows with earlier tokens have no padding before the new ones
-                key = torch.cat([self._in_order(), in_dtype(key, self.dtype)], 2)
-            self.calibration.fix_centres(first, key, [self.counts.held[row] + new[row] for row in first])
-
-    def _pack(self, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Pack tokens that have no place in the tail any more; arguments as in `_fill_tail`."""
-        n, width, ring = key.shape[2], self.recent_tokens, self.ring
-        slot = torch.arange(width + 1, device=self.device)
-        in_tail = before - 1 - (before - 1 - slot) % (width + 1)  # position in each slot of the tail
-        held, packed_to = (self._numbers(x).unsqueeze(1) for x in (self.counts.held, self.counts.packed_to))
-        added = after - n + torch.arange(n, device=self.device)
-        position = torch.cat(
-            [in_tail.masked_fill(in_tail < before - held, -1), added.masked_fill(added < before, -1)], 1
-        )
-        leaves = (position >= packed_to) & (position < after - width) & (position >= after - width - ring)
-        page_slot = torch.arange(len(position), device=self.device).unsqueeze(1) * ring + position % ring
-        page_slot = torch.where(leaves, page_slot, -1).flatten()
-        old_k, old_v = torch.cat([self.tail_k, key], 2), torch.cat([self.tail_v, value], 2)
-        k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.calibration.packed(old_k), old_v))
-        store_packed(k, v, self.pages, page_slot, self.format)
-
-    def _fill_tail(self, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Write the newest tokens to the tail.
-
-        ``key, value [rows, kv_heads, n, D]`` are right-aligned; ``before, after [rows, 1]`` are lengths.
-        """
-        slots, n = self.recent_tokens + 1, key.shape[2]
-        slot = torch.arange(slots, device=self.device)
-        position = after - 1 - (after - 1 - slot) % slots  # newest position of each slot
-        source = torch.where(position >= before, slots + n + position - after, slot)[:, None, :, None]
-        for tail, x in ((self.tail_k, key), (self.tail_v, value)):
-            tail.copy_(torch.cat([tail, x], 2).gather(2, source.expand_as(tail)))
-
-    @_without_autocast
-    def _refill(self) -> None:
-        """Copy packed tokens back to the tail, which `crop` left with fewer tokens than it has room for."""
-        k, v = self._past(self.recent_tokens + 1, self.dtype)
-        after = self._numbers(self.counts.lengths).unsqueeze(1)
-        self._fill_tail(k, v, torch.zeros_like(after), after)
-        self.counts = self.counts.refilled(self.recent_tokens)
 
     # Files
 
@@ -536,13 +387,8 @@ class WindowLayer(Owned[Owner], CacheLayerMixin):
         if self.is_initialized:
             rows = torch.arange(self.rows)[index.cpu()]
             if len(rows) != self.rows:
-                self.table = self._ring_table(len(rows))
                 self.owner.forward.drop()  # a captured step reads tensors that are replaced here
-            self.counts = self.counts.picked(rows.tolist())
-            rows = rows.to(self.device)
-            self.pages = picked(self.pages.unflatten(0, (-1, self.ring_blocks)), rows).flatten(0, 1)
-            self.tail_k, self.tail_v = picked(self.tail_k, rows), picked(self.tail_v, rows)
-            self.calibration.pick(rows)
+            self.pick(rows)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._pick(beam_idx)

@@ -54,6 +54,18 @@ class RowCounts(NamedTuple):
         return any(h < min(n, tail) for h, n in zip(self.held, self.lengths, strict=True))
 
 
+def behind_padding(counts: RowCounts, new: torch.Tensor, sliding_window: int) -> torch.Tensor:
+    """Rows, bool ``[rows]``, with a token behind padding behind a token; ``new [rows, queries]`` is on the host.
+
+    Padding in the middle of a prompt is no obstacle once no later query sees it.
+    """
+    begun, ended = torch.tensor([counts.lengths, counts.ended], device="cpu").bool().unsqueeze(2)
+    before = torch.cat([begun & ~ended, new[:, :-1]], 1)
+    behind = new & ~before & (begun | (before.cumsum(1) > 0))
+    behind[:, 1 : 2 - sliding_window] = False
+    return behind.any(1) | (ended & new).any(1)
+
+
 class Geometry(NamedTuple):
     """Sizes that layers with equal slots share."""
 
