@@ -33,6 +33,32 @@ settings.register_profile("kvstrata", deadline=None, suppress_health_check=list(
 settings.load_profile("kvstrata")
 
 
+def capture_without_collections() -> None:
+    """Disable garbage collection in ``torch.cuda.graph``: an earlier test's graph, freed there, ends the capture."""
+    kind: Any = torch.cuda.graph
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def __enter__(self: Any) -> None:
+        gc.disable()
+        try:
+            enter(self)
+        except BaseException:
+            gc.enable()
+            raise
+
+    def __exit__(self: Any, *given: Any) -> None:
+        try:
+            leave(self, *given)
+        finally:
+            gc.enable()
+
+    kind.__enter__, kind.__exit__ = __enter__, __exit__
+
+
+if HAS_GPU:
+    capture_without_collections()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return

@@ -41,6 +41,7 @@ from .prompts import Prompts
 from .rope import frequencies
 from .steps import Steps
 from .window import WindowLayer, window_of
+from .window_prompts import WindowPrompts
 
 TOKENS = 2**15  # default capacity of the tables, unless a prompt or the config needs more; positions then take 2 bytes
 
@@ -159,6 +160,7 @@ class StrataCache(Columns):
         self._checked, self.checked_window = LastMask(), LastMask()
         self.guard: Guard | None = None  # set during the first prompt
         self.window_guard: WindowGuard | None = None
+        self.window_prompts = WindowPrompts()
 
         layers = DynamicCache(config=config).layers
         self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers that share the K and V of others
@@ -391,6 +393,7 @@ class StrataCache(Columns):
 
     def memory(self) -> Memory:
         """Bytes in use, as `TieredCache.memory` counts them, plus those of layers that are not compressed."""
+        self.window_prompts.finish()
         plain = [tree_leaves(vars(self.layers[place])) for place in self.plain_layers]
         plain += [layer.states() for layer in self.layers if isinstance(layer, HybridLayer)]
         held = sum(x.nbytes for tensors in plain for x in tensors if torch.is_tensor(x))
@@ -422,6 +425,7 @@ class StrataCache(Columns):
 
     def reset(self) -> None:
         """Drop all tokens; the next forward may have another batch size."""
+        self.window_prompts.drop()
         for layer in self._plain():
             layer.keys = layer.values = None  # transformers 5.17 would zero them and keep their number of rows
             layer.is_initialized = False

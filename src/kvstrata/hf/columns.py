@@ -25,6 +25,7 @@ from .prompts import Prompts
 from .steps import Steps
 from .support import rows_of
 from .window import WindowLayer
+from .window_prompts import WindowPrompts
 
 
 class Columns(Cache):
@@ -38,6 +39,7 @@ class Columns(Cache):
     prompts: Prompts
     guard: Guard | None
     window_guard: WindowGuard | None
+    window_prompts: WindowPrompts
     interrupted = False  # a forward failed after some layers had stored their tokens
     _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and its copy on the device
 
@@ -68,6 +70,7 @@ class Columns(Cache):
     def __getstate__(self) -> dict[str, Any]:
         self._undo_step()  # copies and pickles do not contain an unfinished step
         self.prompts.finish()
+        self.window_prompts.finish()
         return {name: x for name, x in vars(self).items() if name != "_uploaded"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,6 +205,7 @@ class Columns(Cache):
 
     def end_forward(self) -> None:
         """A forward that was no step has returned; its layers have counted their columns."""
+        self.window_prompts.finish()
         self._finish_estimates()  # also if the last layer of the config was cut off
 
     def _finish_estimates(self) -> None:
@@ -255,6 +259,7 @@ class Columns(Cache):
         return [layer for layer in self.layers if isinstance(layer, StrataLayer)]
 
     def _windows(self) -> list[WindowLayer]:
+        self.window_prompts.finish()
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     def _flush(self) -> None:
@@ -264,6 +269,7 @@ class Columns(Cache):
 
     def _plain(self) -> list[Any]:
         """Layers that move all or part of their rows themselves."""
+        self.window_prompts.finish()
         return [layer for layer in self.layers if isinstance(layer, HybridLayer) or not isinstance(layer, StrataLayer)]
 
     # Interface of transformers' Cache; `StrataCache` has the rest.

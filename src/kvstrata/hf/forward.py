@@ -146,13 +146,13 @@ class Forward:
             self.depth += 1
             try:
                 outputs = _run_plainly(entry, *args, **kwargs)
+                owner.end_forward()
             except BaseException:
                 if before is not None:
                     _note_failure(owner, before)
                 raise
             finally:
                 self.depth -= 1
-            owner.end_forward()
             return outputs
         owner.advance()
         with owner.steps.forward():

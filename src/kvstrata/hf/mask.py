@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 QUERIES = 256  # queries of a prompt that share a mask
+GPU_VALUES = 1 << 26  # on a GPU, maximum number of values of a mask that are checked at a time
 
 
 class LastMask:
-    """The mask that was checked last, held weakly; copies and pickles drop it."""
+    """The mask that was checked last, held weakly, and what was found; copies and pickles drop both."""
 
     def __init__(self) -> None:
         self._mask: weakref.ref[torch.Tensor] | None = None
+        self.found: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastMask, ()
@@ -27,8 +29,8 @@ class LastMask:
     def holds(self, mask: torch.Tensor) -> bool:
         return self._mask is not None and self._mask() is mask
 
-    def set(self, mask: torch.Tensor) -> None:
-        self._mask = weakref.ref(mask)
+    def set(self, mask: torch.Tensor, found: Any = None) -> None:
+        self._mask, self.found = weakref.ref(mask), found
 
 
 def check_shape(mask: torch.Tensor, queries: int, columns: int) -> None:
@@ -57,7 +59,8 @@ def check_causal(mask: torch.Tensor, real: torch.Tensor, queries: int, sliding_w
     columns = real.shape[1]
     column = torch.arange(columns, device=mask.device)
     wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
-    for new in chunks(queries):
+    each = QUERIES if mask.device.type == "cpu" else max(QUERIES, GPU_VALUES // max(real.numel(), 1))
+    for new in chunks(queries, each):
         part, own = mask[:, :, new], column[columns - queries :][new]
         expected = (real[:, None] & (column <= own[:, None])).unsqueeze(1)
         if sliding_window is not None:
@@ -110,7 +113,7 @@ def of_positions(
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
-def chunks(queries: int) -> Iterator[slice]:
-    """Slices of up to `QUERIES` queries."""
-    for begin in range(0, queries, QUERIES):
-        yield slice(begin, min(begin + QUERIES, queries))
+def chunks(queries: int, each: int = QUERIES) -> Iterator[slice]:
+    """Slices of up to ``each`` queries."""
+    for begin in range(0, queries, each):
+        yield slice(begin, min(begin + each, queries))

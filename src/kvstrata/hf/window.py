@@ -11,6 +11,8 @@ with the model's own function and mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvstrata.cache.policy.centre import HORIZON
 from kvstrata.layout import Format
-from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from . import attention, support
 from . import mask as masks
@@ -30,13 +32,15 @@ from .owned import Owned
 from .rope import frequencies
 from .steps import Steps
 from .window_counts import Geometry, RowCounts, StepSlots, behind_padding
+from .window_prompts import Setting, WindowPrompts
 from .window_rings import TENSORS, WindowRings, without_autocast
-from .window_rows import RowCalibration
+from .window_rows import RowCalibration, check_sizes
 from .window_step import read, store, strata_window
 
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
 MARGIN = 32  # tokens before the window that are kept, for `crop`
+GPU_QUERIES = 1 << 14  # on a GPU, queries of all rows and heads that attend in one call, so that they fill it
 
 
 class Owner(Protocol):
@@ -50,6 +54,7 @@ class Owner(Protocol):
     steps: Steps
     forward: Forward
     window_guard: WindowGuard | None
+    window_prompts: WindowPrompts
     _text: Any
 
     @property
@@ -58,6 +63,7 @@ class Owner(Protocol):
     def _keep_plain(self, place: int, reason: str) -> Any: ...
 
 
+@lru_cache(maxsize=64)
 def choose_format(fraction: float, head_dim: int, page_tokens: int) -> Format | None:
     """The widest format that takes at most ``fraction`` of 16 bit; None if there is none."""
     formats = (Format.parse(name, head_dim, page_tokens) for name in LADDER)
@@ -108,8 +114,9 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         dtype = self.owner.dtype or (torch.float16 if key_states.dtype == torch.float32 else key_states.dtype)
         support.check_dtype(dtype)
         self.dtype, self.device = dtype, key_states.device
-        self.format = self._format(dim)
-        self.allocate(rows, heads, dim)
+        self.format, self.counts = self._format(dim), RowCounts.empty(rows)  # the first prompt brings rings: `take`
+        if (given := self._given()) is not None:
+            check_sizes(given, heads, dim)
         self.is_initialized = True
 
     def _format(self, head_dim: int) -> Format:
@@ -141,7 +148,8 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
                 reason = f"sliding window of {self.sliding_window}, {reason}"
                 return self.owner._keep_plain(self.place, reason).update(key_states, value_states, *args, **kwargs)
             self.lazy_initialization(key_states, value_states)
-        else:
+        elif self.columns:
+            self.owner.window_prompts.finish()
             support.check_shape(key_states, self.tail_k.shape[1], self.tail_k.shape[3])
         return attention.Pending(self, key_states), attention.Pending(self, value_states)
 
@@ -163,8 +171,6 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         if rows != self.rows:
             raise ValueError(f"past_key_values: expected {self.rows} rows as before, got {rows}")
         real = self._tokens_among(mask, rows, queries)
-        if not self.columns:
-            self._calibrate(call, real)
         if queries == 1 and self.columns and real is None:
             self.begin_step()
             out = self.decode(query, key, value, logits)
@@ -185,46 +191,60 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
                 query, keys, values, mask, model_attention
             )
         out = self._prompt(query, keys, values, mask, model_attention)
-        if not self.columns:
-            self._estimate(call, real)
-        self.append(key, value, real)
+        if self.columns:
+            self.append(key, value, real)
+        else:
+            self._leave(call, real)
         self.columns += queries
         return out
 
-    @without_autocast
-    @torch.no_grad()
-    def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
-        """Estimate the error of the format in a first prompt; after the last window, warn if it is large."""
-        owner, own = self.owner, self.calibration
+    def _leave(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
+        """Leave a first prompt to `WindowPrompts`."""
+        owner, given = self.owner, self._given()
+        rope = frequencies(owner._text, call.key.shape[3], "sliding_attention") or []
+        setting = Setting(
+            type(call.module), tuple(rope), call.logits.softcap is None, given is not None,
+            given is None and owner.options.get("balance") is not False, self.format, (self.recent_tokens, self.ring),
+            (self.dtype, self.device), (call.query.shape, call.key.shape, call.key.dtype),
+        )  # fmt: skip
+        left = len(owner.window_layers) - 1 - self.index
+        check = self._check_of(call, real)
+        owner.window_prompts.add(self, call, real, setting, given, left, check)
+        if not left:
+            guard, owner.window_guard = owner.window_guard, None
+            if guard is not None:
+                guard.finish()
+
+    def _given(self) -> LayerCalibration | None:
+        """This layer's part of the user's calibration."""
+        given = self.owner.calibration
+        return given.windows[self.index] if given is not None and given.windows else None
+
+    def _check_of(
+        self, call: attention.AttentionCall, real: torch.Tensor | None
+    ) -> Callable[[RowCalibration], None] | None:
+        """Function that estimates the format's error in a first prompt, given the balance; None without a guard."""
+        owner = self.owner
         if self.index == 0:
             new = np.ones((self.rows, call.key.shape[2]), bool) if real is None else real.cpu().numpy()
             given = None if owner.calibration is None else owner.calibration.window_fingerprint
             setting = (self.format, owner.options.get("balance") is not False, given)
             owner.window_guard = WindowGuard.begin(self.fraction, call.module, new, setting)
         if (guard := owner.window_guard) is None:
-            return
-        row = guard.request
-        chosen = slice(MOST) if real is None else real[row].nonzero().flatten()[:MOST]
-        q, k, v = (x[row].detach()[:, chosen] for x in (call.query, call.key, call.value))
-        centre = None if own.centres else own.centre[row] * own.balance[row]
-        sample = Sample(
-            q, k, v, call.logits, balance=own.balance[row], centre=centre, rope=own.rope,
-            ahead=torch.tensor([HORIZON], device=k.device), plain=(0, self.recent_tokens),
-        )  # fmt: skip
-        guard.add(self.place, self.format, sample, lambda x: choose_format(x, k.shape[2], self.page_tokens))
-        if self.index == len(owner.window_layers) - 1:
-            owner.window_guard = None
-            guard.finish()
+            return None
 
-    def _calibrate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
-        """Fix the balance of all rows, and with a calibration the centre."""
-        own, given = self.calibration, self.owner.calibration
-        own.rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
-        own.centres = call.logits.softcap is None
-        if given is not None and given.windows:
-            own.adopt(given.windows[self.index])
-        elif self.owner.options.get("balance") is not False:
-            own.estimate(call, real)
+        def check(own: RowCalibration) -> None:
+            row = guard.request
+            chosen = slice(MOST) if real is None else real[row].nonzero().flatten()[:MOST]
+            q, k, v = (x[row].detach()[:, chosen] for x in (call.query, call.key, call.value))
+            sample = Sample(
+                q, k, v, call.logits, balance=own.balance[row], rope=own.rope,
+                centre=None if own.centres else own.centre[row] * own.balance[row],
+                ahead=torch.tensor([HORIZON], device=k.device), plain=(0, self.recent_tokens),
+            )  # fmt: skip
+            guard.add(self.place, self.format, sample, lambda x: choose_format(x, k.shape[2], self.page_tokens))
+
+        return check
 
     # Tokens and padding
 
@@ -233,19 +253,23 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
 
         Raises NotImplementedError for other masks, and for a row that continues after padding: windows count columns.
         """
-        real = None
+        real, known, place = None, self.owner.checked_window, (self.columns, self.counts)
         if mask is not None:
             masks.check_shape(mask, queries, self.get_mask_sizes(queries)[0])
+            if known.holds(mask) and known.found[0] == place:  # an earlier layer of this forward was given it
+                return known.found[1]
             real = masks.new_tokens(mask, queries).expand(rows, -1)
-        if any(self.counts.ended) or (real is not None and not bool(real.all())):
+        padded = real is not None and not bool(real.all())
+        if any(self.counts.ended) or padded:
             new = torch.ones(rows, queries, dtype=torch.bool) if real is None else real.cpu()
             behind = behind_padding(self.counts, new, self.sliding_window)
             if bool(behind.any()):
                 self._refuse_padding(int(behind.nonzero()[0]))
-        if mask is not None and real is not None and not self.owner.checked_window.holds(mask):
-            self._check_mask(mask, real)
-            self.owner.checked_window.set(mask)
-        return None if real is None or bool(real.all()) else real
+        if mask is None or real is None:
+            return None
+        self._check_mask(mask, real)
+        known.set(mask, (place, real if padded else None))
+        return known.found[1]
 
     @staticmethod
     def _refuse_padding(row: int) -> NoReturn:
@@ -322,8 +346,10 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         before = key.shape[2] - query.shape[2]
         if mask is None:
             return model_attention(query, key, value, None)
-        parts = []
-        for new in masks.chunks(query.shape[2]):
+        parts, each = [], masks.QUERIES
+        if query.device.type == "cuda":
+            each = max(each, GPU_QUERIES // (query.shape[0] * query.shape[1]))
+        for new in masks.chunks(query.shape[2], each):
             seen = slice(max(before + new.start - self.sliding_window + 1, 0), before + new.stop)
             parts.append(model_attention(query[:, :, new], key[:, :, seen], value[:, :, seen], mask[:, :, new, seen]))
         return torch.cat(parts, 1)

@@ -54,6 +54,34 @@ class RowCounts(NamedTuple):
         return any(h < min(n, tail) for h, n in zip(self.held, self.lengths, strict=True))
 
 
+class NewColumns(NamedTuple):
+    """New columns of all rows, of which some may be padding."""
+
+    tokens: list[int]  # number of tokens of each row among them
+    ended: list[bool] | None = None  # rows with tokens whose last column is padding; None for none
+    order: torch.Tensor | None = None  # columns of each row, padding first, int64 [rows, columns]; None without padding
+
+    @classmethod
+    def of(cls, real: torch.Tensor | None, columns: int, lengths: Sequence[int]) -> NewColumns:
+        """``real`` bool ``[rows, columns]``, False for padding, or None; ``lengths`` are the tokens before them."""
+        if real is None:
+            return cls([columns] * len(lengths))
+        new, last = real.sum(1).tolist(), real[:, -1].tolist()
+        ended = [n + c > 0 and not own for n, c, own in zip(lengths, new, last, strict=True)]
+        return cls(new, ended, real.int().argsort(dim=1, stable=True))
+
+    def last(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """The last ``count`` columns of ``x [rows, kv_heads, columns, D]``, or all, with padding first."""
+        first = max(x.shape[2] - count, 0)
+        if self.order is None:
+            return x[:, :, first:]
+        return x.gather(2, self.order[:, None, first:, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def in_layers(self, layers: int) -> NewColumns:
+        """Columns of ``layers`` layers with this prompt, one layer's rows after the other's; without `order`."""
+        return NewColumns(self.tokens * layers, None if self.ended is None else self.ended * layers)
+
+
 def behind_padding(counts: RowCounts, new: torch.Tensor, sliding_window: int) -> torch.Tensor:
     """Rows, bool ``[rows]``, with a token behind padding behind a token; ``new [rows, queries]`` is on the host.
 

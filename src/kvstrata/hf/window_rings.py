@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvstrata.cache.policy.centre import CENTRE_TOKENS
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 from kvstrata.store import store_packed
 
-from .window_counts import RowCounts
+from .window_counts import NewColumns, RowCounts
 from .window_rows import RowCalibration, picked
 from .window_step import in_dtype
 
@@ -58,6 +59,11 @@ class WindowRings:
     def rows(self) -> int:
         return len(self.counts.lengths)
 
+    @property
+    def kept(self) -> int:
+        """Number of a prompt's last tokens that `store` uses."""
+        return max(self.ring + self.recent_tokens, CENTRE_TOKENS)
+
     def allocate(self, rows: int, kv_heads: int, dim: int) -> None:
         """Allocate both rings of ``rows`` rows, without tokens."""
         with torch.inference_mode(False):  # steps outside inference mode write to them
@@ -71,11 +77,19 @@ class WindowRings:
         self.calibration = RowCalibration(rows, kv_heads, dim, self.device)
         self.counts = RowCounts.empty(rows)
 
+    def take(self, rings: WindowRings, first: int, rows: int) -> None:
+        """Use ``rows`` rows of others from ``first`` on, without a copy."""
+        blocks, own = self.ring_blocks, slice(first, first + rows)
+        with torch.inference_mode(False):
+            self.pages = rings.pages[first * blocks : (first + rows) * blocks]
+            self.tail_k, self.tail_v, self.table = rings.tail_k[own], rings.tail_v[own], rings.table[:rows]
+        self.calibration = rings.calibration.slice(own)
+
     def _ring_table(self, rows: int) -> torch.Tensor:
         block = torch.arange(2 * self.ring_blocks) % self.ring_blocks
         table = torch.arange(rows).unsqueeze(1) * self.ring_blocks + block
         with torch.inference_mode(False):
-            return table.to(self.device, torch.int32, copy=True)
+            return table.to(self.device, torch.int32, copy=True, non_blocking=True)
 
     # Reading
 
@@ -112,18 +126,17 @@ class WindowRings:
     @torch.no_grad()
     def append(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
         """Store the tokens among the new columns: the newest in the tail, all others of the window in the pages."""
-        columns = key.shape[2]
-        new, ended = [columns] * self.rows, None
-        if real is not None:
-            order = real.int().argsort(dim=1, stable=True)[:, None, :, None]  # padding first
-            key, value = (x.gather(2, order.expand(-1, x.shape[1], -1, x.shape[-1])) for x in (key, value))
-            new = real.sum(1).tolist()
-            last = real[:, -1].tolist()
-            ended = [n + c > 0 and not own for n, c, own in zip(self.counts.lengths, new, last, strict=True)]
-        self._fix_centres(key, new)
-        grown = self.counts.grown(new, self.recent_tokens, ended)
-        needed = min(columns, self.ring + self.recent_tokens)  # no later query sees older ones
-        key, value = (in_dtype(x[:, :, columns - needed :], self.dtype) for x in (key, value))
+        new = NewColumns.of(real, key.shape[2], self.counts.lengths)
+        self.store(*(new.last(x, self.kept) for x in (key, value)), new)
+
+    @without_autocast
+    @torch.no_grad()
+    def store(self, key: torch.Tensor, value: torch.Tensor, new: NewColumns) -> None:
+        """Store the last `kept` of the new columns, or all if they are fewer, as `NewColumns.last` gives them."""
+        self._fix_centres(key, new.tokens)
+        grown = self.counts.grown(new.tokens, self.recent_tokens, new.ended)
+        first = max(key.shape[2] - self.ring - self.recent_tokens, 0)
+        key, value = (in_dtype(x[:, :, first:], self.dtype) for x in (key, value))
         before, after = (self._numbers(x.lengths).unsqueeze(1) for x in (self.counts, grown))
         self._pack(key, value, before, after)
         self._fill_tail(key, value, before, after)

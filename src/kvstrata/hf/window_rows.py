@@ -9,15 +9,14 @@ both are applied in front of them. Captured steps read both tensors, so their ad
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
+from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, TABLE, centre_of
 from kvstrata.quant.calibration import LayerCalibration
 
-from . import attention, balance
 from .owned import Copied
 
 LARGEST = torch.finfo(torch.float16).max
@@ -31,6 +30,15 @@ def picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, rows)
 
 
+def check_sizes(given: LayerCalibration, kv_heads: int, dim: int) -> None:
+    """Raise ValueError if a calibration is one of other sizes."""
+    if given.shape not in (None, (kv_heads, dim)):
+        raise ValueError(
+            f"calibration: expected {kv_heads} KV heads and head_dim {dim} in layers with a sliding window,"
+            f" got {given.shape}"
+        )
+
+
 class RowCalibration(Copied):
     """Balance and centre, float32 ``[rows, kv_heads, D]``; 1 and 0 until they are known."""
 
@@ -41,20 +49,8 @@ class RowCalibration(Copied):
         self.rope: list[float] = []
         self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
 
-    def estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
-        """Take the balance of all rows from their first prompt; ``real`` is None without padding."""
-        query, key = call.query, call.key
-        new = np.ones((len(query), query.shape[2]), bool) if real is None else real.cpu().numpy()
-        self.balance.copy_(balance.of_first_prompt(query, key, new, call.module, self.rope, has_tiers=False))
-
     def adopt(self, given: LayerCalibration) -> None:
-        """Take both from a calibration; ValueError if that is one of other sizes."""
-        heads, dim = self.balance.shape[1:]
-        if given.shape not in (None, (heads, dim)):
-            raise ValueError(
-                f"calibration: expected {heads} KV heads and head_dim {dim} in layers with a sliding window,"
-                f" got {given.shape}"
-            )
+        """Take both from a calibration of the same sizes."""
         own = given.to(self.balance.device)
         if own.balance is not None:
             self.balance.copy_(own.balance)
@@ -66,13 +62,22 @@ class RowCalibration(Copied):
         """Fix the centres of some rows from their tokens, right-aligned in ``key [all rows, kv_heads, n, D]``."""
         if not self.centres or not rows:
             return
-        most = min(key.shape[2], CENTRE_TOKENS)
-        k = key[rows, :, -most:].float() / self.balance[rows].unsqueeze(2)
-        index, tokens = (torch.tensor(x, device="cpu").to(k.device, non_blocking=True) for x in (rows, counts))
-        present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
-        present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
-        centre = centre_of(torch.where(present, k, 0.0), present, self.rope, torch.full_like(tokens, HORIZON))
-        self.centre.index_copy_(0, index, centre)
+        key = key[:, :, -CENTRE_TOKENS:]
+        most, each = key.shape[2], max(TABLE // key[0].numel(), 1)
+        given = (torch.tensor(x, device="cpu").to(key.device, non_blocking=True).split(each) for x in (rows, counts))
+        for index, tokens in zip(*given, strict=True):
+            k = key.index_select(0, index).float() / self.balance.index_select(0, index).unsqueeze(2)
+            present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
+            present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
+            centre = centre_of(torch.where(present, k, 0.0), present, self.rope, torch.full_like(tokens, HORIZON))
+            self.centre.index_copy_(0, index, centre)
+
+    def slice(self, rows: slice) -> RowCalibration:
+        """Balance and centre of some rows, sharing memory."""
+        part = copy.copy(self)
+        with torch.inference_mode(False):
+            part.balance, part.centre = self.balance[rows], self.centre[rows]
+        return part
 
     def packed(self, key: torch.Tensor) -> torch.Tensor:
         """K ``[rows, kv_heads, n, D]`` as it is packed, in its dtype."""

@@ -237,8 +237,7 @@ def _pairs(n: int) -> tuple[tuple[slice, slice], ...]:
 def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
     """Centres from the means of the rows as they are, then rotated back: ``x`` and ``y`` for each of `_pairs`."""
     plain, *turned = means
-    angle = torch.tensor(rope, dtype=torch.float64).to(plain.device)
-    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_rotation(angle, positions))
+    ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_rotation(_angles(tuple(rope), plain.device), positions))
     centre, longest = plain, _length(plain)
     for (one, two), x, y in zip(_pairs(len(rope)), turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
@@ -253,9 +252,15 @@ def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Te
 @lru_cache(maxsize=8)
 def rope_tables(rope: tuple[float, ...], positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cos and sin of each pair's angle at each position: float32 ``[positions, pairs]``."""
-    angle = torch.tensor(rope, dtype=torch.float64).to(device)
-    turn = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * angle
+    turn = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * _angles(rope, device)
     return turn.cos().float(), turn.sin().float()
+
+
+@lru_cache(maxsize=8)
+def _angles(rope: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Radians per position, float64 ``[pairs]``; cached on the device, since an upload waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(rope, dtype=torch.float64).to(device)
 
 
 def _length(mean: torch.Tensor) -> torch.Tensor:

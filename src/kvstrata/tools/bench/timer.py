@@ -123,7 +123,7 @@ class Timer:
                     call(i)
                 torch.cuda.current_stream().wait_stream(side)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with gc_disabled(), torch.cuda.graph(graph):
                     out = call(i)
                 graphs.append((graph, out))
 

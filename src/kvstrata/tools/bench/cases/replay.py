@@ -17,6 +17,7 @@ import torch
 
 from kvstrata import backends, jit
 from kvstrata.replay import CopyPlan, HostStage, PrecomputedMetadata, fused_copy_replay_data
+from kvstrata.replay.graph import gc_disabled
 from kvstrata.tools.bench import Bench, Case, sets_for
 from kvstrata.tools.bench.clock import Call
 from kvstrata.tools.bench.probes import EMPTY
@@ -189,7 +190,7 @@ def _adaptor(inputs: Sequence[Inputs]) -> Call:
 def _captured(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with gc_disabled(), torch.cuda.graph(graph):
         body()
     return graph
 
