@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "CONTENDERS", tuple(name for name in bench.CONTENDERS if name != bench.PEER))
+    monkeypatch.setattr(bench, "CONTENDERS", tuple(name for name in bench.CONTENDERS if name not in bench.COMPILE))
     monkeypatch.setattr(runner, "copy_bandwidth", lambda timer: {"tb_s": 4.0})
     monkeypatch.setattr(runner, "floor", lambda timer: {"us": 1.0, "kernel": "none"})
 
@@ -154,8 +154,8 @@ def test_jobs_are_in_order_of_models_and_compile_last() -> None:
     families = [shape.family for shape, _ in jobs]
     assert families == sorted(families, key=families.index), "each model is made once"
     llama = [name for shape, name in jobs if shape.family == "llama"]
-    first = llama.index(bench.PEER)
-    assert set(llama[first:]) == {bench.PEER}
+    first = llama.index(bench.COMPILED)
+    assert llama[first:] == [bench.COMPILED] + [bench.PEER] * 4
     assert [shape.name for shape, name in jobs if name == bench.PEER] == [
         *("B1-8192", "B8-16384", "B1-2048", "B32-16384"),
         *("B1-8192-gemma3", "B8-16384-gemma3"),

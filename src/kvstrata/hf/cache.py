@@ -42,6 +42,7 @@ from .rope import frequencies
 from .steps import Steps
 from .window import WindowLayer, window_of
 from .window_prompts import WindowPrompts
+from .window_warmup import warm_up
 
 TOKENS = 2**15  # default capacity of the tables, unless a prompt or the config needs more; positions then take 2 bytes
 
@@ -330,8 +331,11 @@ class StrataCache(Columns):
         not changed. Raises what `kvstrata.warmup` raises.
         """
         heads, dim = self._config_heads()
-        if self._compressed and heads and dim:
-            tiered, query_heads = self._make(rows, heads, 1, dim, model.dtype, model.device), self._query_heads(heads)
+        query_heads = self._query_heads(heads) if heads else None
+        if not heads or not dim:
+            return
+        if self._compressed:
+            tiered = self._make(rows, heads, 1, dim, model.dtype, model.device)
             kvstrata.warmup(tiered, query_heads, progress=progress)
             if query_heads and self._compresses:
                 sizes = (query_heads, heads, dim, model.dtype, model.device)
@@ -340,6 +344,8 @@ class StrataCache(Columns):
                     turns.load_kernels(tiered, query_heads)
                 if self.calibration is None and tiered.balance is not None:
                     balance.load_kernels(*sizes, tiered.rope, balance.interleaved(model))
+        if query_heads and (windows := self._windows()):
+            warm_up(windows[0], model, query_heads, (rows, heads, dim), progress)
 
     def _config_heads(self) -> tuple[int | None, int | None]:
         """KV heads and head_dim from the config, None if `_misfit` would refuse them."""

@@ -36,6 +36,7 @@ from .window_prompts import Setting, WindowPrompts
 from .window_rings import TENSORS, WindowRings, without_autocast
 from .window_rows import RowCalibration, check_sizes
 from .window_step import read, store, strata_window
+from .window_warmup import load_kernels
 
 LADDER = ("K8V8", "K8V4", "K4V4", "K4V3", "K4V2", "K3V2", "K2V2")
 LEAST = 256  # smaller windows are left to transformers: the tail would be a large part of them
@@ -99,6 +100,11 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         self.attend_shared: attention.AttendShared | None = None
         self.reset()
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments for a layer like this one."""
+        return self.owner, self.place, self.index, self.sliding_window, self.fraction, self.recent_tokens
+
     def plain(self) -> DynamicSlidingWindowLayer:
         """transformers' own layer, to replace this one."""
         return DynamicSlidingWindowLayer(self.sliding_window)
@@ -115,7 +121,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         support.check_dtype(dtype)
         self.dtype, self.device = dtype, key_states.device
         self.format, self.counts = self._format(dim), RowCounts.empty(rows)  # the first prompt brings rings: `take`
-        if (given := self._given()) is not None:
+        if (given := self.given()) is not None:
             check_sizes(given, heads, dim)
         self.is_initialized = True
 
@@ -200,23 +206,28 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
 
     def _leave(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Leave a first prompt to `WindowPrompts`."""
-        owner, given = self.owner, self._given()
-        rope = frequencies(owner._text, call.key.shape[3], "sliding_attention") or []
-        setting = Setting(
-            type(call.module), tuple(rope), call.logits.softcap is None, given is not None,
-            given is None and owner.options.get("balance") is not False, self.format, (self.recent_tokens, self.ring),
-            (self.dtype, self.device), (call.query.shape, call.key.shape, call.key.dtype),
-        )  # fmt: skip
-        left = len(owner.window_layers) - 1 - self.index
+        owner, left = self.owner, len(self.owner.window_layers) - 1 - self.index
+        load_kernels(self.format, call.query.shape[1], call.key.shape[1], self.dtype, self.device)
         check = self._check_of(call, real)
-        owner.window_prompts.add(self, call, real, setting, given, left, check)
+        owner.window_prompts.add(self, call, real, self.setting(call), self.given(), left, check)
         if not left:
             guard, owner.window_guard = owner.window_guard, None
             if guard is not None:
                 guard.finish()
 
-    def _given(self) -> LayerCalibration | None:
-        """This layer's part of the user's calibration."""
+    def setting(self, call: attention.AttentionCall) -> Setting:
+        """Setting of a first prompt."""
+        owner, calibrated = self.owner, self.given() is not None
+        rope = frequencies(owner._text, call.key.shape[3], "sliding_attention") or []
+        balanced = not calibrated and owner.options.get("balance") is not False
+        return Setting(
+            type(call.module), tuple(rope), call.logits.softcap is None, calibrated, balanced, self.format,
+            (self.recent_tokens, self.ring), (self.dtype, self.device),
+            (call.query.shape, call.key.shape, call.key.dtype),
+        )  # fmt: skip
+
+    def given(self) -> LayerCalibration | None:
+        """Balance and centre of this layer in the user's calibration; None without one."""
         given = self.owner.calibration
         return given.windows[self.index] if given is not None and given.windows else None
 

@@ -164,7 +164,7 @@ class WindowRings:
         )
         leaves = (position >= packed_to) & (position < after - width) & (position >= after - width - ring)
         page_slot = torch.arange(len(position), device=self.device).unsqueeze(1) * ring + position % ring
-        page_slot = torch.where(leaves, page_slot, -1).flatten()
+        page_slot = torch.where(leaves, page_slot, -1).int().flatten()  # int32, as in steps: the same kernel
         old_k, old_v = torch.cat([self.tail_k, key], 2), torch.cat([self.tail_v, value], 2)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.calibration.packed(old_k), old_v))
         store_packed(k, v, self.pages, page_slot, self.format)
