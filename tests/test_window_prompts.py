@@ -159,7 +159,7 @@ def test_a_calibration_is_adopted_by_every_layer_of_a_group(where: str, groups: 
 def test_large_centre_tables_are_made_in_parts(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mistral", where)
     ours = fill(model, "left", 130)
-    monkeypatch.setattr("kvstrata.hf.window_rows.TABLE", 1)
+    monkeypatch.setattr("kvstrata.hf.window_rows.VALUES", 1)
     same(ours, fill(model, "left", 130))
 
 

@@ -330,6 +330,7 @@ class StrataCache(Columns):
         Triton and numba compile at first use. ``rows`` of the batch; ``progress`` as in `kvstrata.warmup`. The cache is
         not changed. Raises what `kvstrata.warmup` raises.
         """
+        self.forward.load_kernels(model.device)
         heads, dim = self._config_heads()
         query_heads = self._query_heads(heads) if heads else None
         if not heads or not dim:

@@ -127,9 +127,19 @@ class Forward:
         if reason := self.refusal or self.eager:
             return f"eager: {reason}"
         words = ["compiled"] if self.compile else []
-        if self.capture or (self.capture is None and device.type == "cuda"):
+        if self.captures_on(device):
             words.append("captured as a CUDA graph" if device.type == "cuda" else "run as if captured")
         return " and ".join(words) or "eager"
+
+    def captures_on(self, device: torch.device) -> bool:
+        """True if steps on this device are captured, or run as if they were."""
+        return bool(self.capture) or (self.capture is None and device.type == "cuda")
+
+    def load_kernels(self, device: torch.device) -> None:
+        """Compile and load what captured steps need besides the layers' kernels: copies of their inputs."""
+        if device.type == "cuda" and self.captures_on(device):
+            into, given = ([torch.zeros(1, 1, dtype=torch.int64, device=device) for _ in range(2)] for _ in range(2))
+            kvstrata.CopyPlan(into, given, fill=0).run()
 
     def __call__(self, owner: Owner, entry: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``entry(*args, **kwargs)``, a model or what torch.compile made of it; steps the fast way."""
@@ -188,7 +198,7 @@ class Forward:
         return Inputs(ids, positions.to(ids.dtype).expand_as(ids).contiguous(), options)
 
     def _wanted(self, entry: Module, device: torch.device) -> bool:
-        if self.capture or self.compile or (self.capture is None and device.type == "cuda"):
+        if self.compile or self.captures_on(device):
             return True
         if isinstance(entry, OptimizedModule) or entry._compiled_call_impl is not None:
             return True
@@ -196,7 +206,7 @@ class Forward:
 
     def _run(self, owner: Owner, entry: Module, inputs: Inputs) -> Any:
         device = inputs.ids.device
-        if not (self.capture or (self.capture is None and device.type == "cuda")):
+        if not self.captures_on(device):
             return self._forward(owner, entry, *inputs)
         setting = (ref(entry), len(inputs.ids), device, inputs.options)
         if setting not in self.warm or not owner.steps.has_plan(owner.steps.plan):  # plans cannot be made in a capture

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 QUERIES = 256  # queries of a prompt that share a mask
-GPU_VALUES = 1 << 26  # on a GPU, maximum number of values of a mask that are checked at a time
+GPU_VALUES = 1 << 24  # on a GPU, maximum number of values of a mask that are checked at a time
 
 
 class LastMask:

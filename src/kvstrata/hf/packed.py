@@ -222,6 +222,7 @@ class PackedCache(Cache):
 
         ``rows`` is not used: kernels are the same for any number of rows. The cache is not changed.
         """
+        self.forward.load_kernels(model.device)
         heads, kv_heads, dim = support.sizes(self._text)
         if self._packed and heads and kv_heads and dim:
             fmt = Format.parse(self.format, dim, self.page_tokens)

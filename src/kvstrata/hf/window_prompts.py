@@ -106,6 +106,8 @@ class Group(WindowRings):
         if setting.balanced:
             tokens = np.tile(self.tokens, (layers, 1))
             own.balance.copy_(balance.of_first_prompt(query, key, tokens, module, setting.rope, has_tiers=False))
+        self.held = []
+        del query, key  # free them
         for part, given in zip(parts, self.given, strict=True):
             if given is not None:
                 own.slice(part).adopt(given)

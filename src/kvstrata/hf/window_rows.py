@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, TABLE, centre_of
+from kvstrata.cache.policy.centre import CENTRE_TOKENS, HORIZON, centre_of
 from kvstrata.quant.calibration import LayerCalibration
 
 from .owned import Copied
 
 LARGEST = torch.finfo(torch.float16).max
+VALUES = 1 << 22  # maximum number of values of K whose centres are computed at a time, in a dozen float32 copies
 
 
 def picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class RowCalibration(Copied):
         if not self.centres or not rows:
             return
         key = key[:, :, -CENTRE_TOKENS:]
-        most, each = key.shape[2], max(TABLE // key[0].numel(), 1)
+        most, each = key.shape[2], max(VALUES // key[0].numel(), 1)
         given = (torch.tensor(x, device="cpu").to(key.device, non_blocking=True).split(each) for x in (rows, counts))
         for index, tokens in zip(*given, strict=True):
             k = key.index_select(0, index).float() / self.balance.index_select(0, index).unsqueeze(2)
