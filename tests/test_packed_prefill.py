@@ -131,8 +131,13 @@ def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
     chunk = Chunk(Format.parse("K4V4", 64, 64), lengths, new, dtype=torch.float16)
     q = chunk.queries(new, 2)
     workspace = torch.full((2 * 2 * sum(lengths) * 64 * 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    hidden = [(length - count - window + 1) // 64 for length, count in zip(lengths, new, strict=True)]
+    assert hidden == [10, 4]
+    table = chunk.block_table.clone()
+    for row, pages in enumerate(hidden):
+        table[row, :pages] = 1 << 30  # pages that an engine has freed
     result = prefill_packed(
-        q, chunk.k, chunk.v, chunk.pages, chunk.block_table, chunk.seq_lens, chunk.cu, chunk.fmt, return_lse=True,
+        q, chunk.k, chunk.v, chunk.pages, table, chunk.seq_lens, chunk.cu, chunk.fmt, return_lse=True,
         workspace=workspace, sliding_window=window, backend=backend,
     )  # fmt: skip
     chunk.compare(result, q, new, dict(sliding_window=window))
@@ -141,6 +146,8 @@ def test_tokens_before_the_window_are_not_unpacked(backend: str) -> None:
         unseen = (700 - 20 - window - packed_triton.WHOLE_BLOCKS) // 64 * 64
         assert rows[:, :unseen].isnan().all()
         assert not rows[:, unseen:].isnan().any()
+        assert not rows[:, unseen : 64 * hidden[0]].any()
+        assert rows[:, 64 * hidden[0] : 700].any(-1).all()
 
 
 def test_invalid_prefill_arguments_are_named() -> None:

@@ -27,7 +27,8 @@ from kvstrata.layout.unpack_triton import whole_pages
 from .job import STAGED, Job, Result, padded_dim
 from .split_triton import attend_in_parts, parts_of
 
-WHOLE_BLOCKS = 256  # tokens before a sliding window that prefill kernels may read, since they read whole blocks of keys
+WHOLE_BLOCKS = 256  # rows before a sliding window that prefill kernels may read, since they read whole blocks of keys
+NO_WINDOW = 0x7FFFFFFF  # tokens in a window that hides nothing
 
 
 @triton.jit
@@ -57,13 +58,13 @@ def _overlay(rows, ptr, mask):
     return tl.where(mask, tl.load(ptr, mask=mask, other=0.0), rows)
 
 
-@triton.jit(do_not_specialize=["first_head", "longest", "total", "max_tokens", "window"])
+@triton.jit(do_not_specialize=["first_head", "longest", "total", "max_tokens", "seen", "written"])
 def unpack_kernel(
     k_out_ptr, v_out_ptr, pages_ptr, table_ptr, length_ptr, cu_q_ptr, cu_k_ptr, k_new_ptr, v_new_ptr, balance_ptr,
     centre_ptr, hadamard_ptr, tail_k_ptr, tail_v_ptr, tail_slots_ptr, sink_k_ptr, sink_v_ptr, sink_slots_ptr,
     tail_requests, tail_stride, tail_stride_head, sink_requests, sink_stride, sink_stride_head, stride_table,
     stride_block, stride_head, k_stride_token, k_stride_head, v_stride_token, v_stride_head, first_head, longest, total,
-    max_tokens, window,
+    max_tokens, seen, written,
     DENSE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     V_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, PAGE_BYTES: tl.constexpr, BALANCED: tl.constexpr,
@@ -72,7 +73,8 @@ def unpack_kernel(
 ):  # fmt: skip
     """TOKENS positions of one request and KV head, of K or V: from a page, from plain rows, or from new rows.
 
-    ``window``: positions that a query can make a kernel read, including its own; earlier tokens are skipped.
+    ``seen``: positions that a query sees, its own included; pages before them are not read. ``written``: positions that
+    it can make a kernel read, zeros where they are not seen; rows before them are not written.
     PADDED: elements of an output row, DIM or more; those past DIM are zeros. DENSE: all requests have
     ``longest`` tokens, and there is no cu_k.
     """
@@ -86,7 +88,7 @@ def unpack_kernel(
         begin_k = request * longest
     else:
         begin_k = tl.load(cu_k_ptr + request)
-    if (number * TOKENS < length) & ((number + 1) * TOKENS > prefix - window):
+    if (number * TOKENS < length) & ((number + 1) * TOKENS > prefix - written):
         token, dim = tl.arange(0, TOKENS), tl.arange(0, WIDE)
         position = number * TOKENS + token
         mask_d = (dim < DIM)[None, :]
@@ -97,7 +99,8 @@ def unpack_kernel(
         in_tail, in_sinks = packed & (position >= end), packed & (position < sinks)
         tail_row = tail * tail_stride + in_head * tail_stride_head + (position % max(TAIL, 1))[:, None] * DIM
         sink_row = sink * sink_stride + in_head * sink_stride_head + position[:, None] * DIM
-        coded = number * TOKENS < tl.minimum(prefix, end)  # a page with tokens of the prefix
+        coded = number * TOKENS < tl.minimum(prefix, end)  # a page with tokens of the prefix, one of which is seen
+        coded &= (number + 1) * TOKENS > prefix - seen + 1
         entry = table_ptr + request.to(tl.int64) * stride_table + number * TOKENS // BLOCK_SIZE
         handle = tl.load(entry, mask=coded, other=0).to(tl.int64)
         page = pages_ptr.to(tl.int64) + handle * stride_block + in_head * stride_head
@@ -226,10 +229,11 @@ def unpack_of(
         t.k_new, t.v_new, q if t.balance is None else t.balance, q if t.centre is None else t.centre,
         _signs(dim, q.device), *rows[:6],
     )  # fmt: skip
+    seen = NO_WINDOW if job.options.sliding_window is None else job.options.sliding_window
     numbers = (
         *rows[6:], t.block_table.stride(0), blocks.block_stride, blocks.head_stride,
         *t.k_new.stride()[:2], *t.v_new.stride()[:2], first, max(bounds.max_k, 1), bounds.total, job.max_tokens,
-        0x7FFFFFFF if job.options.sliding_window is None else job.options.sliding_window + WHOLE_BLOCKS,
+        seen, min(seen + WHOLE_BLOCKS, NO_WINDOW),
     )  # fmt: skip
     return Unpack(grid, tensors, numbers, constants)  # type: ignore[arg-type]
 
