@@ -156,6 +156,21 @@ def test_a_calibration_is_adopted_by_every_layer_of_a_group(where: str, groups: 
         assert torch.equal(layer.calibration.centre[2].cpu(), given.centre.cpu())
 
 
+def test_a_mask_that_is_changed_in_place_is_read_again(where: str) -> None:
+    """Layers of one forward share what the first of them read, forwards do not."""
+    model, ids = make("mistral", where), prompt(1, 60).to(where)
+    column = torch.arange(60, device=where)
+    causal = (column <= column.view(-1, 1)) & (column > column.view(-1, 1) - W)
+    mask = causal[None, None].clone()
+    cache = StrataCache(model.config, **SMALL)
+    for padding in (0, 5):
+        mask[..., :padding] = False
+        cache.reset()
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+        assert {tuple(layer.counts.lengths) for layer in windows(cache)} == {(60 - padding,)}
+
+
 def test_large_centre_tables_are_made_in_parts(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("mistral", where)
     ours = fill(model, "left", 130)

@@ -267,7 +267,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         real, known, place = None, self.owner.checked_window, (self.columns, self.counts)
         if mask is not None:
             masks.check_shape(mask, queries, self.get_mask_sizes(queries)[0])
-            if known.holds(mask) and known.found[0] == place:  # an earlier layer of this forward was given it
+            if self.index and known.holds(mask) and known.found[0] == place:  # an earlier layer of this forward has it
                 return known.found[1]
             real = masks.new_tokens(mask, queries).expand(rows, -1)
         padded = real is not None and not bool(real.all())
