@@ -16,7 +16,7 @@ import emulator
 import kvstrata
 from conftest import HAS_GPU
 from kvstrata import backends, jit
-from kvstrata.attention.cache_warmup import kernels_needed, load_kernels
+from kvstrata.attention.cache_warmup import kernels_needed, load_kernels, trial_run
 from kvstrata.attention.decode import cuda as decode_cuda
 from kvstrata.cache import TieredCache
 from kvstrata.cache.move import append_cuda, launches, moves_cuda, phases, repack_cuda, whole_pages
@@ -24,6 +24,7 @@ from kvstrata.cache.policy import centre_cuda, plan_cuda
 from kvstrata.cache.storage import page_triton, table_cuda
 from kvstrata.jit import ahead, compiler
 from kvstrata.quant import op as quantize_op
+from kvstrata.quant.calibration import Calibration, LayerCalibration, factors
 
 GPU = dict(arch="sm_90", gpu="emulated", shared=233472)
 needs_compiler = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
@@ -170,6 +171,22 @@ def test_warmup_does_not_change_the_cache(device: torch.device, options: dict) -
     assert cache.length(0) == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     cache.check()
+
+
+def test_warmup_of_a_calibrated_cache_with_layers_of_their_own(device: torch.device) -> None:
+    """A trial has one layer, the one with the most to apply; shares and sensitivities are those of several."""
+    ones = torch.ones(2, 32)
+    measured = Calibration(
+        [LayerCalibration(), LayerCalibration(2 * ones, ones), LayerCalibration(ones)], [1, 2, 4], [1, 1, 1]
+    )
+    sizes = dict(budget=0.3, recent_tokens=20, page_tokens=16, dtype=torch.float16, max_tokens=512, device=device)
+    cache = TieredCache(3, 2, 32, calibration=measured, sensitivity=measured.sensitivity, **sizes)
+    kvstrata.warmup(cache, heads=8, progress=False)
+    trial = trial_run(cache)
+    assert trial.layers == 1
+    assert trial.balance is not None
+    assert torch.equal(factors(trial.balance[0, 0]), 2 * ones.to(device))
+    assert cache.length(0, 2) == 0
 
 
 @pytest.mark.gpu

@@ -219,7 +219,9 @@ def test_layers_of_a_group_go_their_own_ways_afterwards(name: str, where: str, m
         assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
-def test_models_without_their_last_layers_and_forwards_by_hand(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_their_last_layers_and_forwards_by_hand(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last layer of the config never comes: the end of the forward stores, or the next use of the cache."""
     model = make("mistral", where)
     whole = fill(model, "none", 100)
@@ -232,6 +234,7 @@ def test_models_without_their_last_layers_and_forwards_by_hand(where: str, monke
         "copy": copy.deepcopy,
         "crop": lambda cache: cache.crop(0),
         "rows": lambda cache: cache.reorder_cache(torch.tensor([0, 1, 2])),
+        "save": lambda cache: cache.save(tmp_path / "cut.safetensors"),
     }
     for use in by_hand.values():
         cache = fill(model, "none", 100)
@@ -268,6 +271,44 @@ def test_a_group_that_cannot_be_stored_is_reported_until_reset(where: str, monke
             model(ids, past_key_values=cache)
         assert windows(cache)[0].pages.any()
         cache.reset()
+
+
+def test_a_group_that_is_lost_after_its_forward_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("mistral")
+    del model.model.layers[3:]
+    monkeypatch.setattr(StrataCache, "end_forward", lambda self: None)
+    cache, ids = fill(model, "none", 100), prompt(3, 5)
+
+    def fails(self: Any, *given: Any) -> None:
+        raise torch.OutOfMemoryError("as asked for")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WindowRings, "_pack", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.memory()
+    for use in (lambda: cache.memory(), lambda: model(ids, past_key_values=cache), lambda: copy.deepcopy(cache)):
+        with pytest.raises(RuntimeError, match=r"whose prompt could not be stored \(as asked for\); reset\(\)"):
+            use()
+    cache.reset()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.memory().total
+
+
+@pytest.mark.parametrize("plain", [0, 2, 4])
+def test_a_layer_that_is_left_plain_leaves_the_others_in_groups(
+    plain: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is, the first and the last of the others are known as such."""
+    misfit = WindowLayer.misfit
+    monkeypatch.setattr(
+        WindowLayer, "misfit", lambda self, *given: "its shape" if self.index == plain else misfit(self, *given)
+    )
+    monkeypatch.setattr(window_prompts, "group_of", lambda left, *given: left)
+    cache = fill(make("mistral"), "left", 100)
+    assert list(cache.plain_layers) == [plain]
+    assert groups in ([4], [2, 2], [3, 1])
+    assert all(layer.pages.any() for layer in windows(cache))
 
 
 def test_longer_chunks_of_queries_give_the_same_output(where: str, monkeypatch: pytest.MonkeyPatch) -> None:

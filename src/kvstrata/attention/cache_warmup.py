@@ -10,6 +10,7 @@ from kvstrata import backends, jit
 from kvstrata.cache.ops.ahead import kernels_needed as cache_kernels
 from kvstrata.cache.tiered_cache import TieredCache
 from kvstrata.checks import check_int
+from kvstrata.quant.calibration import Calibration
 
 from .decode.op import decode_attention
 
@@ -61,9 +62,12 @@ def trial_run(cache: TieredCache) -> TieredCache:
 
     It evicts, so it accepts any budget. The global random state is not used.
     """
-    small: dict[str, Any] = dict(layers=1, max_requests=1, evict=True, debug=False, slab_bytes=None)
+    small: dict[str, Any] = dict(layers=1, max_requests=1, evict=True, debug=False, slab_bytes=None, sensitivity=None)
     if cache.budget.shared:
         small |= dict(budget=0.25, budget_bytes=None)
+    if (calibration := cache._arguments["calibration"]) is not None:
+        kinds = [(layer.balance is not None, layer.centre is not None) for layer in calibration.layers]
+        small["calibration"] = Calibration([calibration.layers[kinds.index(max(kinds))]])
     trial = TieredCache(**cache._arguments | small)
     tokens = min(TRIAL_TOKENS, max(cache.max_tokens - 2, 0))
     shape = (tokens + 2, cache.kv_heads, cache.head_dim)

@@ -212,6 +212,7 @@ class StrataCache(Columns):
         everything back from the device, so it cannot be captured.
         """
         self._undo_step()
+        self.window_prompts.finish()
         files.save(path, self, self._text, self._tiered, self._real)
 
     @classmethod

@@ -32,6 +32,10 @@ from .steps import stored_rows
 ALL_LAYERS_BYTES = 256 << 20  # if K and V of all layers take at most this many bytes, a prompt is one group
 GROUP_BYTES = 128 << 20  # otherwise, maximum bytes of K and V in a group
 CPU_BYTES = 16 << 20  # on a CPU, maximum bytes of K and V in a group
+LOST = (
+    "past_key_values: expected a cache with all tokens of its prompt, got one whose prompt could not be stored ({});"
+    " reset() empties it"
+)
 BALANCE_ROWS = 4  # rows whose balance torch estimates at a time, since it copies their queries
 
 
@@ -161,10 +165,7 @@ class Prompts:
     def finish(self) -> None:
         """Store everything; raises RuntimeError if that failed, since tokens are then missing until `drop`."""
         if self._lost is not None:
-            raise RuntimeError(
-                "past_key_values: expected a cache with all tokens of its prompt, got one whose prompt could not be"
-                f" stored ({self._lost}); reset() empties it"
-            ) from self._lost
+            raise RuntimeError(LOST.format(self._lost)) from self._lost
         if self._waiting:
             self._plan()
         if self._planned is not None:

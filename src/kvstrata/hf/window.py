@@ -206,7 +206,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
 
     def _leave(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Leave a first prompt to `WindowPrompts`."""
-        owner, left = self.owner, len(self.owner.window_layers) - 1 - self.index
+        owner, left = self.owner, sum(place > self.place for place in self.owner.window_layers)
         load_kernels(self.format, call.query.shape[1], call.key.shape[1], self.dtype, self.device)
         check = self._check_of(call, real)
         owner.window_prompts.add(self, call, real, self.setting(call), self.given(), left, check)
@@ -226,6 +226,10 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             (call.query.shape, call.key.shape, call.key.dtype),
         )  # fmt: skip
 
+    def _is_first(self) -> bool:
+        """True for the first layer with a compressed window."""
+        return self.place == min(self.owner.window_layers)
+
     def given(self) -> LayerCalibration | None:
         """Balance and centre of this layer in the user's calibration; None without one."""
         given = self.owner.calibration
@@ -236,7 +240,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
     ) -> Callable[[RowCalibration], None] | None:
         """Function that estimates the format's error in a first prompt, given the balance; None without a guard."""
         owner = self.owner
-        if self.index == 0:
+        if self._is_first():
             new = np.ones((self.rows, call.key.shape[2]), bool) if real is None else real.cpu().numpy()
             given = None if owner.calibration is None else owner.calibration.window_fingerprint
             setting = (self.format, owner.options.get("balance") is not False, given)
@@ -267,7 +271,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         real, known, place = None, self.owner.checked_window, (self.columns, self.counts)
         if mask is not None:
             masks.check_shape(mask, queries, self.get_mask_sizes(queries)[0])
-            if self.index and known.holds(mask) and known.found[0] == place:  # an earlier layer of this forward has it
+            if not self._is_first() and known.holds(mask) and known.found[0] == place:  # as in an earlier layer
                 return known.found[1]
             real = masks.new_tokens(mask, queries).expand(rows, -1)
         padded = real is not None and not bool(real.all())

@@ -23,7 +23,7 @@ from kvstrata.quant.calibration import LayerCalibration
 
 from . import balance
 from .attention import AttentionCall
-from .prompts import group_of
+from .prompts import LOST, group_of
 from .window_counts import NewColumns, RowCounts
 from .window_rings import WindowRings, without_autocast
 from .window_rows import RowCalibration
@@ -125,13 +125,14 @@ class WindowPrompts:
     def __init__(self) -> None:
         self._group: Group | None = None
         self._module: torch.nn.Module | None = None
+        self._lost: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WindowPrompts, ()  # everything is stored before a cache is copied
 
     def drop(self) -> None:
         """Drop everything."""
-        self._group = self._module = None
+        self._group = self._module = self._lost = None
 
     def add(
         self,
@@ -146,8 +147,7 @@ class WindowPrompts:
         """Take the first prompt of a layer, with ``left`` layers after it.
 
         ``real`` is the same object in all layers of a forward; None without padding. ``check``, if any, is called with
-        the calibration once the balance is known; such a layer is stored alone. Raises what storing raises; the layers
-        of the group are then lost.
+        the calibration once the balance is known; such a layer is stored alone. Raises what storing raises.
         """
         alone, group = check is not None, self._group
         if group is not None and (alone or group.setting != setting or group.real is not real or layer in group.layers):
@@ -162,9 +162,15 @@ class WindowPrompts:
             self.finish(check)
 
     def finish(self, check: Callable[[RowCalibration], None] | None = None) -> None:
-        """Store everything."""
-        group, module = self._group, self._module
-        self.drop()
-        if group is not None:
-            assert module is not None
-            group.finish(module, check)
+        """Store everything; raises RuntimeError if that failed, since tokens are then missing until `drop`."""
+        if self._lost is not None:
+            raise RuntimeError(LOST.format(self._lost)) from self._lost
+        group, self._group = self._group, None
+        if group is None:
+            return
+        assert self._module is not None
+        try:
+            group.finish(self._module, check)
+        except Exception as error:
+            self._lost = error
+            raise
