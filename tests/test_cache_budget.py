@@ -292,3 +292,24 @@ def test_bits_that_are_stored_are_those_of_the_tiers(dim: int) -> None:
     check()
     cache.crop(2, 1500)
     check()
+
+
+@pytest.mark.parametrize(("filled", "budget"), [(False, 200_000), (True, 300_000)])
+def test_a_step_of_requests_without_tokens_keeps_the_budget(filled: bool, budget: int) -> None:
+    """`advance` of the first tokens, with and without another request that has some."""
+    cache = TieredCache(2, 4, 64, budget_bytes=budget, max_requests=3, max_tokens=1500)
+    requests = [cache.add_request() for _ in range(3)]
+    if filled:
+        for layer in range(2):
+            cache.append(layer, *torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16), requests=[requests[0]])
+    with pytest.raises(BudgetExceeded, match=r"budget: expected at least \d+ bytes"):
+        cache.advance()
+    cache.check()
+    memory = cache.memory()
+    assert memory.total <= memory.allowed
+    assert [cache.length(request) for request in requests] == [int(filled), 0, 0]
+    roomy = TieredCache(2, 4, 64, budget_bytes=2_000_000, max_requests=3, max_tokens=1500)
+    for _ in range(3):
+        roomy.add_request()
+    roomy.advance()
+    assert roomy.memory().total <= roomy.memory().allowed

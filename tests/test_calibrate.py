@@ -68,3 +68,69 @@ def test_a_layer_of_another_shape_has_no_balance() -> None:
     expected = logits(model, DynamicCache(config=model.config))
     assert (logits(model, cache) - expected).norm() < 0.02 * expected.norm()
     assert list(cache.plain_layers) == [1]
+
+
+def biased(value: float, context: int = 1024) -> Any:
+    """GPT-NeoX with partial RoPE and a channel of K outside it that is nearly the same for all tokens."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=128, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.GPTNeoXConfig(**sizes, rotary_pct=0.25, max_position_embeddings=context)
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    with torch.no_grad():
+        linear = model.gpt_neox.layers[1].attention.query_key_value
+        weight = linear.weight.view(4, 3, 32, 128)
+        weight.mul_(10)
+        weight[:, 1, -1] *= 0.01
+        linear.bias.view(4, 3, 32)[:, 1, -1] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [300.0, 500.0, 20000.0])
+@pytest.mark.parametrize("noise", [0.01, 0.0])
+def test_a_large_channel_with_little_noise_stays_within_float16(value: float, noise: float) -> None:
+    """Its balance is small, by which K is divided; from a prompt, a calibration and the weights."""
+    model, ids = biased(value), torch.randint(0, 128, (1, 300), generator=torch.Generator().manual_seed(1))
+    if not noise:
+        with torch.no_grad():
+            model.gpt_neox.layers[1].attention.query_key_value.weight.view(4, 3, 32, 128)[:, 1, -1] = 0
+    sizes = dict(recent_tokens=16, page_tokens=16)
+    given = [dict(budget=0.6, **sizes), dict(budget=0.6, calibration=calibrate(model, ids), **sizes)]
+    with torch.no_grad():
+        expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits[:, -20:]
+        for options in (*given, dict(format="K8V8", max_tokens=400)):
+            cache = StrataCache(model.config, **options)
+            model(ids[:, :280], past_key_values=cache)
+            found = model(ids[:, 280:], past_key_values=cache).logits
+            assert float((found - expected).norm() / expected.norm()) < 0.1, options
+
+
+def test_centres_are_averaged_over_no_more_positions_than_the_model_has() -> None:
+    ids = torch.randint(0, 128, (1, 300), generator=torch.Generator().manual_seed(1))
+    centres = [calibrate(biased(3.0, context), ids).layers[1].centre for context in (1024, 4096, 1 << 17)]
+    assert not torch.equal(centres[0], centres[1])
+    assert torch.equal(centres[1], centres[2])
+
+
+def test_format_with_a_plain_layer_uses_each_layers_own_part_of_a_calibration() -> None:
+    sizes = dict(vocab_size=128, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=64)
+    model = transformers.LlamaForCausalLM(config).eval()
+    other = model.model.layers[1].self_attn
+    other.num_key_value_groups = 1
+    other.k_proj, other.v_proj = (nn.Linear(128, 256, bias=False) for _ in range(2))
+    calibration = calibrate(model, IDS)
+    cache = StrataCache(model.config, format="K4V4", max_tokens=400, calibration=calibration)
+    for _ in range(2):
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        assert list(cache.plain_layers) == [1]
+        for place in (0, 2, 3):
+            assert torch.equal(cache.layers[place].calibration.centre, calibration.layers[place].centre)
+        cache.reset()
+
+
+@pytest.mark.parametrize("options", [dict(budget=0.5), dict(format="K4V4")], ids=str)
+def test_something_else_than_a_calibration_is_named(options: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, head_dim=64)
+    with pytest.raises(TypeError, match="calibration: expected a Calibration or the path of its file, got int"):
+        StrataCache(config, **options, calibration=3)

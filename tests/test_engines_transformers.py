@@ -177,12 +177,18 @@ def test_calibration_file_is_applied_and_checked(tmp_path: Any) -> None:
     with packed_batching(model, "K8V8", calibration=str(tmp_path / "own.safetensors")):
         given = batch(model, PROMPTS)
     assert max(gap(model, *pair) for pair in zip(PROMPTS, given, strict=True)) < 0.1
-    Calibration(layers[:1]).save(tmp_path / "other.safetensors")
-    with (
-        pytest.raises(ValueError, match="calibration: expected a file of 2 layers, got 1"),
-        packed_batching(model, "K8V8", calibration=str(tmp_path / "other.safetensors")),
+    four = [LayerCalibration(torch.ones(4, 64))] * 2
+    for other, message in (
+        (Calibration(layers[:1]), "expected 2 layers of 2 KV heads and head_dim 64, got one with 1 layers of 2 and 64"),
+        (Calibration(four), "expected 2 layers of 2 KV heads and head_dim 64, got one with 2 layers of 4 and 64"),
+        (Calibration(layers[:1], windows=layers[:1]), "expected a file of a model without sliding windows"),
     ):
-        pass
+        other.save(tmp_path / "other.safetensors")
+        with (
+            pytest.raises(ValueError, match=f"calibration: {message}"),
+            packed_batching(model, "K8V8", calibration=str(tmp_path / "other.safetensors")),
+        ):
+            pass
 
 
 def test_other_models_and_later_calls_are_unaffected() -> None:

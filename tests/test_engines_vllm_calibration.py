@@ -75,6 +75,16 @@ def test_calibration_is_there_when_kernels_are_compiled(engine, tmp_path, monkey
     assert [given[2] for given in rehearsed] == [64, 16]
 
 
+def test_a_calibration_of_windows_is_refused_at_start(engine, tmp_path):
+    """Its layers are counted in two lists, vLLM's in one."""
+    own = [LayerCalibration(torch.ones(2, 64))]
+    Calibration(own * 3, windows=own * 2).save(tmp_path / "model.safetensors")
+    options = {"kvstrata": {"format": "K4V4", "calibration": str(tmp_path / "model.safetensors")}}
+    engine.configure(options, text=dict(num_hidden_layers=5))
+    with pytest.raises(ValueError, match=r"without sliding windows for vLLM, .* got one with 2 windows"):
+        profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))
+
+
 @pytest.mark.parametrize(
     ("layers", "size", "message"),
     [

@@ -129,6 +129,14 @@ def test_a_loaded_cache_takes_its_calibration_again(tmp_path: Path) -> None:
     loaded = StrataCache.load(model.config, tmp_path / "cache.safetensors", calibration=calibration, capture=False)
     assert loaded.forward.capture is False
     for x in (cache, loaded):
+        x.crop(-x.get_seq_length())
+    assert torch.equal(greedy(model, ids, loaded), greedy(model, ids, cache))
+    assert torch.equal(loaded.tiered.balance, cache.tiered.balance)
+    with pytest.raises(
+        ValueError, match="calibration: expected 2 layers of 2 KV heads and head_dim 32, got one with 1"
+    ):
+        StrataCache.load(model.config, tmp_path / "cache.safetensors", calibration=Calibration(layers[:1]))
+    for x in (cache, loaded):
         x.reset()
     assert torch.equal(greedy(model, ids, loaded), greedy(model, ids, cache))
     assert loaded.calibration is calibration

@@ -336,10 +336,10 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     support.check(model.config, "sdpa", "packed_batching serves", "generate works")
     options.bytes_per_token(cb_cache.find_head_dim(text))  # raises for other head dims
     given = None if calibration is None else Calibration.load(calibration)
-    if given is not None and len(given.layers) != text.num_hidden_layers:
-        raise ValueError(
-            f"calibration: expected a file of {text.num_hidden_layers} layers, got {len(given.layers)}: {calibration}"
-        )
+    if given is not None:
+        given.check_no_windows("packed_batching")
+        _, kv_heads, _ = support.sizes(text)
+        given.check(text.num_hidden_layers, kv_heads or 0, cb_cache.find_head_dim(text))
     name = f"kvstrata_{format}_{id(model):x}_flash"  # "flash": no masks; a digit after it would be a version
     before = model.config._attn_implementation
     with _lock:

@@ -302,6 +302,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return
         with refused():
             calibration = Calibration.load(self.options.calibration or "")
+            calibration.check_no_windows("vLLM")
             number, count = layer_index(layer.layer_name), len(calibration.layers)
             text = None if self.config is None else self.config.model_config.hf_text_config
             most = getattr(text, "num_hidden_layers", None)
@@ -311,7 +312,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
                 return
             if number >= count:
                 raise ValueError(f"calibration: expected a file with layer {number}, got {count} layers")
-            if most is not None and count > most:
+            if most is not None and count != most:
                 raise ValueError(f"calibration: expected a file of {most} layers, got {count}")
             whole = calibration.layers[number]
             if whole.shape is not None:

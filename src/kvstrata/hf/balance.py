@@ -124,16 +124,21 @@ def from_prompt(
         is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
         has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
     """
-    k_square, q_square, count = squares(query, key, real, rope, is_interleaved)
-    return from_squares(k_square, q_square, rope, is_interleaved, has_tiers), count
+    k_square, k_whole, q_square, count = squares(query, key, real, rope, is_interleaved)
+    return from_squares(k_square, k_whole, q_square, rope, is_interleaved, has_tiers), count
 
 
 def from_squares(
-    k_square: torch.Tensor, q_square: torch.Tensor, rope: Sequence[float], is_interleaved: bool | None, has_tiers: bool
+    k_square: torch.Tensor,
+    k_whole: torch.Tensor,
+    q_square: torch.Tensor,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
+    has_tiers: bool,
 ) -> torch.Tensor:
     """Balance of expected squares ``[..., kv_heads, D]``, see `squares`; other arguments are those of `from_prompt`."""
     pairs = 0 if is_interleaved is None else len(rope)
-    own = pair_balance(k_square, q_square, pairs, bool(is_interleaved))
+    own = pair_balance(k_square, q_square, pairs, bool(is_interleaved), k_whole)
     if has_tiers:
         return own
     noise = (k_square / own.square()).sum(-1) * (q_square * own.square()).sum(-1)
@@ -157,8 +162,8 @@ def squares(
     real: torch.Tensor,
     rope: Sequence[float],
     is_interleaved: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expected squares of centred K and of Q, float32 ``[rows, kv_heads, D]``; number of tokens used, ``[rows]``.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Expected squares of centred K, K and Q, float32 ``[rows, kv_heads, D]``; number of tokens used, ``[rows]``.
 
     They are means over `AHEAD` positions, or over twice the tokens of a row if that is more. Arguments are those of
     `from_prompt`. If it is unknown how RoPE pairs channels, they are means over the prompt, without subtracting a
@@ -184,13 +189,15 @@ def squares(
     means = _moments(PromptSample(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
     turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
     (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
-    k_square, q_square = torch.empty(2, *key.shape[:2], key.shape[-1], dtype=torch.float32, device=key.device).unbind(0)
+    sums = torch.empty(3, *key.shape[:2], key.shape[-1], dtype=torch.float32, device=key.device)
+    k_square, k_whole, q_square = sums.unbind(0)
     centres = (means.x, means.y) if is_known or not rope else (torch.zeros_like(means.x),) * 2
     for channel, k, centre, q in zip(others, means[:2], centres, means[6:8], strict=True):
         k_square[..., channel] = (k[..., rest] - centre[..., rest].square()).clamp(min=0)
+        k_whole[..., channel] = k[..., rest]
         q_square[..., channel] = q[..., rest]
     if not len(angle):
-        return k_square, q_square, count
+        return k_square, k_whole, q_square, count
     m = Moments(*(x[..., turned] for x in means))
     horizon = (2 * tokens).clamp(min=AHEAD)
     first, second = (torch.complex(*mean_rotation(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
@@ -204,9 +211,10 @@ def squares(
     removed = torch.where(is_plain, plain, centre).abs().square()
     differ_plain = (m.k_first - m.k_second - plain.square().real) * trust
     _split(k_square, one, two, m.k_first + m.k_second - removed, torch.where(is_plain, differ_plain, differ.real))
+    k_whole[..., one], k_whole[..., two] = m.k_first, m.k_second
     unlike = torch.complex(m.q_unlike, m.q_cross)
     _split(q_square, one, two, m.q_first + m.q_second, (unlike * second * trust_q).real)
-    return k_square, q_square, count
+    return k_square, k_whole, q_square, count
 
 
 def _plain_mean(key: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

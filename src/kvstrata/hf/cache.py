@@ -148,9 +148,7 @@ class StrataCache(Columns):
         self.options = options | ({"budget": fraction} if budget_bytes is None else {"budget_bytes": budget_bytes})
         self.dtype, self.max_batch, self.max_tokens = dtype, max_batch, max_tokens
         self.importance_queries = importance_queries
-        if calibration is not None and not isinstance(calibration, Calibration):
-            calibration = Calibration.load(calibration)
-        self.calibration = calibration
+        self.calibration = support.calibration_of(calibration)
         self._text = text
         self.plain_layers: dict[int, str] = {}
         self.context = support.context(text) or TOKENS
@@ -182,8 +180,8 @@ class StrataCache(Columns):
             else:
                 layers[place] = StrataLayer(self, place, self._compressed)
                 self._compressed += 1
-        if calibration is not None and windows:
-            calibration.check_windows(windows)
+        if self.calibration is not None and windows:
+            self.calibration.check_windows(windows)
         super().__init__(layers=layers)
         support.warn_if_useless(self)
         self._check_sizes()

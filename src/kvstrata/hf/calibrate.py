@@ -11,27 +11,28 @@ import torch
 from kvstrata.cache.policy.centre import CENTRE_TOKENS, centre_of
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
-from . import attention, balance
+from . import attention, balance, support
 from .cache import StrataCache
 from .hybrid import HybridLayer
 from .layer import StrataLayer
 from .rope import frequencies
 from .window import WindowLayer, window_of
 
-HORIZON = 4096  # positions over which centres are averaged
+HORIZON = 4096  # positions over which centres are averaged, or the model's context if that is less
 
 
-def _statistics(call: attention.AttentionCall, rope: Sequence[float], has_tiers: bool) -> LayerCalibration:
-    """Balance and centre of a layer, from the K and Q of one call without padding."""
+def _statistics(call: attention.AttentionCall, text: Any, rope: Sequence[float], has_tiers: bool) -> LayerCalibration:
+    """Balance and centre of a layer of a model with the config ``text``, from K and Q of one call without padding."""
     query, key = call.query, call.key
     real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
     turned = balance.interleaved(call.module)
-    k, q, _ = balance.squares(query, key, real, rope, turned)
-    own = balance.from_squares(k.mean(0), q.mean(0), rope, turned, has_tiers)
+    k, whole, q, _ = balance.squares(query, key, real, rope, turned)
+    own = balance.from_squares(k.mean(0), whole.mean(0), q.mean(0), rope, turned, has_tiers)
     rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
     present = torch.ones_like(rows[..., :1], dtype=torch.bool)
     present[:, :, : balance.SINKS] = False  # attention sinks
-    horizon = torch.full((len(rows),), HORIZON, device=rows.device)
+    ahead = max(min(HORIZON, support.context(text) or HORIZON), rows.shape[2])
+    horizon = torch.full((len(rows),), ahead, device=rows.device)
     centre = centre_of(rows * present, present, rope, horizon).mean(0)
     return LayerCalibration(own.cpu(), (centre / own).float().cpu())
 
@@ -51,7 +52,7 @@ class _Recorder(StrataLayer):
     statistics = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        self.statistics = _statistics(call, self.owner.unfinished.rope, has_tiers=True)
+        self.statistics = _statistics(call, self.owner._text, self.owner.unfinished.rope, has_tiers=True)
         return _attend(self, call)
 
 
@@ -66,7 +67,7 @@ class _WindowRecorder(WindowLayer):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
-        self.statistics = _statistics(call, rope, has_tiers=False)
+        self.statistics = _statistics(call, self.owner._text, rope, has_tiers=False)
         return _attend(self, call)
 
 

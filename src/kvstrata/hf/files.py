@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.files import Refused, digest, put, taken, validate, want
+from kvstrata.quant.calibration import Calibration
 
 from . import support
 from .hybrid import HybridLayer
@@ -60,6 +61,7 @@ class SavedCache(Protocol):
     importance_queries: int
     layers: list[Any]
     plain_layers: dict[int, str]
+    calibration: Calibration | None
 
     def _adopt(self, tiered: TieredCache, real: np.ndarray) -> None: ...
 
@@ -199,7 +201,8 @@ def _restore(
     tiered = None
     if metadata["tiered"] is not None:
         given = metadata["tiered"]
-        tiered = TieredCache(**given | {"dtype": _dtype(given["dtype"]), "device": device})
+        own = {"dtype": _dtype(given["dtype"]), "device": device, "calibration": cache.calibration}  # of later rows
+        tiered = TieredCache(**given | own)
         for row, columns in enumerate(tokens):
             prefix = f"row.{row}."
             parts = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

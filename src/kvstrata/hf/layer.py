@@ -47,6 +47,7 @@ class Owner(Protocol):
     forward: Forward
     prompts: Prompts
     shares: bool
+    _text: Any
 
     @property
     def tiered(self) -> TieredCache: ...

@@ -111,9 +111,7 @@ class PackedCache(Cache):
         for name, number in (("max_batch", max_batch), ("max_tokens", max_tokens)):
             if number is not None:
                 check_int(name, number, 1)
-        if calibration is not None and not isinstance(calibration, Calibration):
-            calibration = Calibration.load(calibration)
-        self.calibration = calibration
+        self.calibration = support.calibration_of(calibration)
         self.format, self.page_tokens, self.max_batch, self.max_tokens = format, page_tokens, max_batch, max_tokens
         self._text = text
         self.fmt: Format | None = None
@@ -130,6 +128,7 @@ class PackedCache(Cache):
         layers = DynamicCache(config=config).layers
         self.plain_layers = support.plain_layers(layers, text)
         self._packed = [place for place in range(len(layers)) if place not in self.plain_layers]
+        self._known = len(self._packed)  # layers in a calibration, of which some may turn out to be plain
         for index, place in enumerate(self._packed):
             layers[place] = PackedLayer(self, place, index)
         super().__init__(layers=layers)
@@ -153,7 +152,7 @@ class PackedCache(Cache):
         support.check_dtype(key.dtype)
         rows, heads, new, dim = key.shape
         if self.calibration is not None:
-            self.calibration.check(len(self._packed), heads, dim)
+            self.calibration.check(self._known, heads, dim)
         self._shape, self._dtype = (heads, dim), key.dtype
         self.fmt, self.rope = Format.parse(self.format, dim, self.page_tokens), frequencies(self._text, dim)
         tokens = self.max_tokens

@@ -60,6 +60,7 @@ class PackedLayer(Owned[Owner], CacheLayerMixin):
     def __init__(self, owner: Owner, place: int, index: int) -> None:
         super().__init__()
         self.owner, self.place, self.index = owner, place, index  # index in the model, index among packed layers
+        self.number = index  # in a calibration; `index` shrinks when an earlier layer turns out to be plain
         self.pages: torch.Tensor | None = None
         self.calibration: Layer | None = None
         self.begun = False  # set in `attend`, when the host knows the number of columns
@@ -145,7 +146,7 @@ class PackedLayer(Owned[Owner], CacheLayerMixin):
         """Balance and centre of the layer, from a file or from the model's weights."""
         given = self.owner.calibration
         if given is not None:
-            layer = given.layers[self.index].to(self.device)
+            layer = given.layers[self.number].to(self.device)
             calibration = Layer(layer.balance, layer.centre)
         else:
             rope = self.owner.rope or ()

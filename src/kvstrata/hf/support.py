@@ -18,12 +18,14 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from os import PathLike
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
 from kvstrata.cache.tiered_cache import DTYPES
+from kvstrata.quant.calibration import Calibration
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Keyword arguments of an attention function that a compressed layer handles or that do not change the scores.
@@ -274,3 +276,12 @@ def _computed(node: ast.Assign) -> set[str]:
     if isinstance(node.value, ast.Name):
         return set()
     return {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+
+
+def calibration_of(given: Any) -> Calibration | None:
+    """The calibration that a user gave: one, the path of its file, or None; raises TypeError for anything else."""
+    if given is None or isinstance(given, Calibration):
+        return given
+    if not isinstance(given, str | PathLike):
+        raise TypeError(f"calibration: expected a Calibration or the path of its file, got {type(given).__name__}")
+    return Calibration.load(given)

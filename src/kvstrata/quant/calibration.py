@@ -27,6 +27,7 @@ VERSION = 1
 MAX_EXPONENT = 8
 LARGEST = 2.0**MAX_EXPONENT  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
+LARGEST_K = 2.0**13  # limit of the root mean square of a channel of K / balance: an eighth of fp16's largest number
 TINY = 1e-12  # relative to the largest mean square of a head: lower channels are raised to it
 
 
@@ -199,6 +200,15 @@ class Calibration:
                 f"calibration: expected {windows} layers with a sliding window, got one{of} with {len(self.windows)}"
             )
 
+    def check_no_windows(self, user: str) -> None:
+        """Raise ValueError if it has layers with a sliding window; ``user`` are words of the message: who uses none."""
+        if self.windows:
+            of = f" of {self.model}" if self.model else ""
+            raise ValueError(
+                f"calibration: expected a file of a model without sliding windows for {user}, which numbers all layers"
+                f" alike, got one{of} with {len(self.windows)} windows"
+            )
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file; FileNotFoundError for a missing folder."""
         from safetensors.torch import save_file
@@ -272,7 +282,11 @@ def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:
 
 
 def pair_balance(
-    k_square: torch.Tensor, q_square: torch.Tensor, pairs: int = 0, interleaved: bool = False
+    k_square: torch.Tensor,
+    q_square: torch.Tensor,
+    pairs: int = 0,
+    interleaved: bool = False,
+    k_whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The balance with the least score noise, rounded to powers of two.
 
@@ -280,6 +294,7 @@ def pair_balance(
         k_square: ``[..., kv_heads, head_dim]``, mean squares of K's channels after the centre is subtracted.
         q_square: mean squares of Q's channels, over the query heads of each KV head; same shape.
         pairs, interleaved: channels that RoPE rotates into each other get one number, see `pair_means`.
+        k_whole: mean squares of K's channels with the centre, same shape; K divided by the balance then fits fp16.
 
     Returns float32 ``[..., kv_heads, head_dim]``: (E k² / E q²)^(1/4), divided by its geometric mean over the
     head, since a common factor changes nothing, and rounded. Channels without any K or any Q get the nearest allowed
@@ -297,4 +312,7 @@ def pair_balance(
     k, q = (torch.maximum(x, TINY * x.amax(-1, keepdim=True).clamp(min=1e-30)) for x in (k, q))
     power = (k / q).log2() / 4
     power = (power - power.mean(-1, keepdim=True)).round()
+    if k_whole is not None:
+        whole = 2 * pair_means(k_whole.detach().double(), pairs, interleaved)  # of the larger channel of a pair
+        power = torch.maximum(power, (whole.clamp(min=1e-30).sqrt() / LARGEST_K).log2().ceil())
     return power.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().float()

@@ -146,9 +146,9 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
     """Targets that leave room for one more plain token of each given request; raises BudgetExceeded if there are none.
 
     Planned first as if the token were stored. If that does not fit, planned for the existing tokens with a slot to
-    spare: then one token fewer leaves the recent ones, which may save a page. If that does not fit either, the token
-        may still
-    fit without settling: a plan charges shared pages to every owner.
+    spare: then one token fewer leaves the recent ones, which may save a page; a plan for no tokens at all says nothing
+    about room. If that does not fit either, the token may still fit without settling: a plan charges shared pages to
+    every owner.
     """
     now, then = lengths_then(cache, places, set()), lengths_then(cache, places, given)
     scopes = make_scopes(cache, places, Tokens.cat([tokens, coming_tokens(cache, places, given)]), then)
@@ -159,7 +159,7 @@ def _targets(cache: CacheState, places: list[Place], tokens: Tokens, given: set[
         needed, which = list(plans.needed), np.zeros(len(places), np.int64)
         for i, (layer, scope) in enumerate(places):
             coming = [r for r in scope if r in given]
-            if needed[i] is not None and ahead.needed[i] is None and ahead.spare[i] > 0:
+            if needed[i] is not None and ahead.needed[i] is None and ahead.spare[i] > 0 and any(now[i]):
                 needed[i], which[i] = None, 1
             elif needed[i] is not None and fits_plain(cache, layer, coming, [1] * len(coming)):
                 needed[i], which[i] = None, 2

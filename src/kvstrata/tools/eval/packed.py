@@ -132,6 +132,7 @@ def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration
             raise ValueError(
                 f"--packed: expected layers of one shape with --calibration, got {shapes[0][:2]} and {shapes[1][:2]}"
             )
+        calibration.check_no_windows("--packed")
         calibration.check(len(sizes.layers), *shapes[0][:2])
     ours = packed(name, calibration=calibration)
     full = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
