@@ -256,6 +256,8 @@ def test_a_calibration_of_other_windows_is_refused() -> None:
     made = calibration_of(model)
     with pytest.raises(ValueError, match="expected 2 layers with a sliding window, got one of tiny with 1"):
         StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=made.windows[:1]))
+    with pytest.raises(ValueError, match="expected one of a model with windows only, got one with 2 layers"):
+        StrataCache(model.config, **SMALL, budget=0.3, calibration=Calibration(made.windows))
     other = LayerCalibration(torch.ones(4, 32))
     cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=[other, other]))
     with pytest.raises(ValueError, match=r"calibration: expected 2 KV heads and head_dim 32 .* got \(4, 32\)"):

@@ -182,6 +182,9 @@ class StrataCache(Columns):
                 self._compressed += 1
         if self.calibration is not None and windows:
             self.calibration.check_windows(windows)
+            if not self._compressed and self.calibration.layers:
+                own = len(self.calibration.layers)
+                raise ValueError(f"calibration: expected one of a model with windows only, got one with {own} layers")
         super().__init__(layers=layers)
         support.warn_if_useless(self)
         self._check_sizes()
