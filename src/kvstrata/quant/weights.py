@@ -40,18 +40,19 @@ def balance_from_weights(
     """
     if q[0].shape[0] % (kv_heads * dim) or k[0].shape[0] != kv_heads * dim:
         return None
-    squares, whole = [], torch.empty(0)
+    squares, whole = [], []
     for (weight, bias), is_k in ((k, True), (q, False)):
         norms = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
-        by_row = norms.square().view(kv_heads, -1, dim).mean(1)
+        by_row = with_bias = norms.square().view(kv_heads, -1, dim).mean(1)
         if bias is not None:
             offset = bias.detach().float().square().view(kv_heads, -1, dim)
-            whole = by_row + offset.mean(1) if is_k else whole
+            with_bias = by_row + offset.mean(1)
             if is_k:  # the centre removes the part that survives RoPE
                 offset = offset * (1 - _steady(rope, dim, interleaved).to(offset.device))
             by_row = by_row + offset.mean(1)
         squares.append(by_row)
-    return pair_balance(squares[0], squares[1], len(rope), interleaved, whole if whole.numel() else squares[0])
+        whole.append(with_bias)
+    return pair_balance(squares[0], squares[1], len(rope), interleaved, whole[0])
 
 
 def centre_from_bias(
