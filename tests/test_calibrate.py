@@ -55,6 +55,16 @@ def test_a_model_without_layers_to_compress_is_refused() -> None:
         calibrate(model_of("gemma4_text"), IDS)
 
 
+@pytest.mark.parametrize(("side", "name"), [("k_proj", "K"), ("q_proj", "Q")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_k_or_q_that_is_not_finite_is_refused(side: str, name: str, value: float) -> None:
+    model = model_of("gemma3_text")
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, side).weight[0, 0] = value
+    with pytest.raises(ValueError, match=f"model: expected finite {name} in layer 1, got NaN or infinity"):
+        calibrate(model, IDS)
+
+
 def test_a_layer_of_another_shape_has_no_balance() -> None:
     """The calibration still fits a cache, which leaves that layer plain."""
     model = eval_model.model()

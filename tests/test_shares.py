@@ -38,6 +38,8 @@ def test_bytes_follow_the_logarithm() -> None:
     assert steep.mean() == pytest.approx(1.0)
     assert steep[1] == pytest.approx(3.0)  # the widest tier
     assert steep[2] == 0.0  # the lowest
+    for tiny in (1e-307, 5e-324):
+        assert by_slack([0.0, tiny], 20.0, 60.0, 64) == pytest.approx(by_slack([0.0, 1.0], 20.0, 60.0, 64))
     assert by_slack([0.0, 0.0], 20.0, 60.0, 64) == by_slack([1.0, 2.0], -1.0, 60.0, 64) == ()
 
 

@@ -79,13 +79,16 @@ def of_first_prompt(
     module: torch.nn.Module,
     rope: Sequence[float],
     has_tiers: bool,
+    real: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Balance of each row, float32 ``[rows, kv_heads, D]``: from its tokens, or from the weights if it has few.
 
-    Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``module`` the model's attention.
+    Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``module`` the model's attention. Without
+    ``real`` it is uploaded, and the host waits for that.
     """
     turned, first = interleaved(module), slice(columns_needed(new))
-    real = torch.from_numpy(new).to(key.device, non_blocking=True)
+    if real is None:
+        real = torch.from_numpy(new).to(key.device, non_blocking=True)
     own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)
     if too_short(new.sum(1)):
         by_weights = from_weights(module, key.shape[1], key.shape[3], rope, turned)

@@ -21,9 +21,14 @@ from .window import WindowLayer, window_of
 HORIZON = 4096  # positions over which centres are averaged, or the model's context if that is less
 
 
-def _statistics(call: attention.AttentionCall, text: Any, rope: Sequence[float], has_tiers: bool) -> LayerCalibration:
-    """Balance and centre of a layer of a model with the config ``text``, from K and Q of one call without padding."""
+def _statistics(
+    layer: _Recorder | _WindowRecorder, call: attention.AttentionCall, rope: Sequence[float], has_tiers: bool
+) -> LayerCalibration:
+    """Balance and centre of a layer, from K and Q of one call without padding."""
     query, key = call.query, call.key
+    for name, x in (("K", key), ("Q", query)):
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"model: expected finite {name} in layer {layer.place}, got NaN or infinity")
     real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
     turned = balance.interleaved(call.module)
     k, whole, q, _ = balance.squares(query, key, real, rope, turned)
@@ -31,7 +36,7 @@ def _statistics(call: attention.AttentionCall, text: Any, rope: Sequence[float],
     rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
     present = torch.ones_like(rows[..., :1], dtype=torch.bool)
     present[:, :, : balance.SINKS] = False  # attention sinks
-    ahead = max(min(HORIZON, support.context(text) or HORIZON), rows.shape[2])
+    ahead = max(min(HORIZON, support.context(layer.owner._text) or HORIZON), rows.shape[2])
     horizon = torch.full((len(rows),), ahead, device=rows.device)
     centre = centre_of(rows * present, present, rope, horizon).mean(0)
     return LayerCalibration(own.cpu(), (centre / own).float().cpu())
@@ -52,7 +57,7 @@ class _Recorder(StrataLayer):
     statistics = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        self.statistics = _statistics(call, self.owner._text, self.owner.unfinished.rope, has_tiers=True)
+        self.statistics = _statistics(self, call, self.owner.unfinished.rope, has_tiers=True)
         return _attend(self, call)
 
 
@@ -67,7 +72,7 @@ class _WindowRecorder(WindowLayer):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
-        self.statistics = _statistics(call, self.owner._text, rope, has_tiers=False)
+        self.statistics = _statistics(self, call, rope, has_tiers=False)
         return _attend(self, call)
 
 
@@ -90,7 +95,8 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     Returns a `Calibration` without sensitivities; a layer that is left plain for the shape of its K and V has neither
     balance nor centre. Not safe under CUDA-graph capture.
 
-    Raises ValueError for fewer tokens, and for a model none of whose layers can be compressed.
+    Raises ValueError for fewer tokens, for a model none of whose layers can be compressed, and for K or Q that is not
+    finite.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

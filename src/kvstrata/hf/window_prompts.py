@@ -105,7 +105,10 @@ class Group(WindowRings):
         own.rope, own.centres = list(setting.rope), setting.centres
         if setting.balanced:
             tokens = np.tile(self.tokens, (layers, 1))
-            own.balance.copy_(balance.of_first_prompt(query, key, tokens, module, setting.rope, has_tiers=False))
+            all_real = torch.ones((), dtype=torch.bool, device=self.device).expand(self.tokens.shape)
+            real = (all_real if self.real is None else self.real).repeat(layers, 1)
+            prompt = query, key, tokens, module, setting.rope
+            own.balance.copy_(balance.of_first_prompt(*prompt, has_tiers=False, real=real))
         self.held = []
         del query, key  # free them
         for part, given in zip(parts, self.given, strict=True):

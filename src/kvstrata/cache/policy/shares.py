@@ -51,7 +51,7 @@ def by_slack(sensitivity: Sequence[float], slack: float, most: float, head_dim: 
     cost = np.array(sensitivity, np.float64)
     if not 0 < slack < most or not cost.any():
         return ()
-    wanted = BYTES * head_dim * np.log(np.maximum(cost, cost.max() / RANGE))
+    wanted = BYTES * head_dim * np.log(np.maximum(cost / cost.max(), 1 / RANGE))
     low, high = wanted.min() - most, wanted.max() + slack
     for _ in range(100):
         middle = (low + high) / 2
