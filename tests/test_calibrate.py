@@ -42,6 +42,7 @@ def test_layers_with_states_and_shared_layers(name: str, layers: int) -> None:
     model = model_of(name)
     calibration = calibrate(model, IDS, name)
     assert len(calibration.layers) == layers
+    assert len(calibration.of_model(model.config.num_hidden_layers)) == model.config.num_hidden_layers
     assert all(layer.balance is not None and layer.centre is not None for layer in calibration.layers)
     cache = StrataCache(model.config, calibration=calibration, **OPTIONS)
     expected = logits(model, DynamicCache(config=model.config))

@@ -32,6 +32,29 @@ def test_a_file_holds_everything(tmp_path):
     assert (two.bits, two.model) == (3, "a model")
 
 
+def test_a_file_says_which_layers_have_a_window(tmp_path):
+    a, b, c = calibration().layers
+    given = Calibration([a, b], windows=[c], kinds=["none", "layer", "window", "layer"])
+    given.save(tmp_path / "c.safetensors")
+    read = Calibration.load(tmp_path / "c.safetensors")
+    assert read.kinds == ("none", "layer", "window", "layer")
+    own = read.of_model(4, (2, 32))
+    assert own[0].shape is None
+    for layer, expected in zip(own[1:], (a, c, b), strict=True):
+        assert torch.equal(layer.centre, expected.centre)
+    with pytest.raises(ValueError, match="of a model with 5 layers, got one with 4"):
+        read.of_model(5)
+    with pytest.raises(ValueError, match="expected 2 KV heads and head_dim 64 in layer 1, got one with 2 and 32"):
+        read.of_model(4, (2, 64))
+    assert [x.shape for x in calibration().of_model(3)] == [(2, 32)] * 3
+    with pytest.raises(ValueError, match="says which layers have a sliding window, got one that does not"):
+        Calibration([a, b], windows=[c]).of_model(3)
+    with pytest.raises(ValueError, match=r"kinds: expected 2 of layers and 1 of windows, got 1 and 1"):
+        Calibration([a, b], windows=[c], kinds=["layer", "window"])
+    with pytest.raises(ValueError, match="kinds: expected 'layer', 'window', 'none', got 'full'"):
+        Calibration([a], kinds=["full"])
+
+
 def test_other_files_are_refused(tmp_path):
     from safetensors.torch import save_file
 

@@ -179,9 +179,9 @@ def test_calibration_file_is_applied_and_checked(tmp_path: Any) -> None:
     assert max(gap(model, *pair) for pair in zip(PROMPTS, given, strict=True)) < 0.1
     four = [LayerCalibration(torch.ones(4, 64))] * 2
     for other, message in (
-        (Calibration(layers[:1]), "expected 2 layers of 2 KV heads and head_dim 64, got one with 1 layers of 2 and 64"),
-        (Calibration(four), "expected 2 layers of 2 KV heads and head_dim 64, got one with 2 layers of 4 and 64"),
-        (Calibration(layers[:1], windows=layers[:1]), "expected a file of a model without sliding windows"),
+        (Calibration(layers[:1]), "expected one of a model with 2 layers, got one with 1"),
+        (Calibration(four), "expected 2 KV heads and head_dim 64 in layer 0, got one with 4 and 64"),
+        (Calibration(layers[:1], windows=layers[:1]), "expected a file that says which layers have a sliding window"),
     ):
         other.save(tmp_path / "other.safetensors")
         with (
@@ -189,6 +189,25 @@ def test_calibration_file_is_applied_and_checked(tmp_path: Any) -> None:
             packed_batching(model, "K8V8", calibration=str(tmp_path / "other.safetensors")),
         ):
             pass
+
+
+def test_each_layer_gets_its_own_part_of_a_calibration_with_windows(tmp_path: Any) -> None:
+    """A file has layers in two lists, models number them in one."""
+    model = make("gpt-oss")
+    window, full = (LayerCalibration(torch.full((2, 64), factor), torch.randn(2, 64)) for factor in (2.0, 4.0))
+    path = str(tmp_path / "own.safetensors")
+    Calibration([full], windows=[window], kinds=["window", "layer"]).save(path)
+    sizes = ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=48)
+    used = {}
+    with packed_batching(model, "K8V8", calibration=path):
+        given = batch(model, PROMPTS)
+        cache = model.init_continuous_batching(continuous_batching_config=sizes)._create_batch_processor().cache
+        for allocator in cache.cache_allocators.values():
+            for number in allocator.layer_indices:
+                layer = allocator.layer(number, model.model.layers[number].self_attn, 4, 0.125, {})
+                used[number] = layer.calibration.balance.unique().tolist()
+    assert used == {0: [2.0], 1: [4.0]}
+    assert max(gap(model, *pair) for pair in zip(PROMPTS, given, strict=True)) < 0.1
 
 
 def test_other_models_and_later_calls_are_unaffected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,13 +76,19 @@ def test_calibration_is_there_when_kernels_are_compiled(engine, tmp_path, monkey
     assert [given[2] for given in rehearsed] == [64, 16]
 
 
-def test_a_calibration_of_windows_is_refused_at_start(engine, tmp_path):
-    """Its layers are counted in two lists, vLLM's in one."""
-    own = [LayerCalibration(torch.ones(2, 64))]
-    Calibration(own * 3, windows=own * 2).save(tmp_path / "model.safetensors")
+def test_each_layer_gets_its_own_part_of_a_calibration_with_windows(engine, tmp_path):
+    """A file has layers in two lists, vLLM numbers them in one."""
+    layers, windows = ([LayerCalibration(torch.full((2, 64), 2.0**i)) for i in some] for some in ((0, 1), (2, 3, 4)))
+    given = Calibration(layers, windows=windows, kinds=["window", "layer", "window", "window", "none", "layer"])
     options = {"kvstrata": {"format": "K4V4", "calibration": str(tmp_path / "model.safetensors")}}
-    engine.configure(options, text=dict(num_hidden_layers=5))
-    with pytest.raises(ValueError, match=r"without sliding windows for vLLM, .* got one with 2 windows"):
+    engine.configure(options, text=dict(num_hidden_layers=6))
+    given.save(tmp_path / "model.safetensors")
+    for number, power in enumerate((2, 0, 3, 4, None, 1)):
+        profile(impl := layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64), f"model.layers.{number}.attn")
+        own = impl.layer.calibration
+        assert own is None if power is None else own.balance.unique().tolist() == [2.0**power]
+    replace(given, kinds=()).save(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="expected a file that says which layers have a sliding window, got one"):
         profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64))
 
 
@@ -89,8 +96,8 @@ def test_a_calibration_of_windows_is_refused_at_start(engine, tmp_path):
     ("layers", "size", "message"),
     [
         (0, (2, 64), "path: expected a calibration file"),
-        (2, (2, 64), "calibration: expected a file with layer 2, got 2 layers"),
-        (9, (2, 64), "calibration: expected a file of 3 layers, got 9"),
+        (2, (2, 64), "calibration: expected one of a model with 3 layers, got one with 2"),
+        (9, (2, 64), "calibration: expected one of a model with 3 layers, got one with 9"),
         (3, (4, 64), "calibration: expected 2 KV heads on each of 1 ranks, got a file with 4"),
         (3, (2, 128), "calibration: expected head_dim 64, got 128"),
     ],

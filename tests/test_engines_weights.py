@@ -14,7 +14,8 @@ import vllm_standin
 from conftest import HAS_GPU
 from kvstrata.engines.weights import Owner, calibration_of, update
 from kvstrata.hf import balance as hf_balance
-from kvstrata.quant.calibration import LayerCalibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
+from vllm_standin import profile
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 64, 96
@@ -247,6 +248,20 @@ def test_a_layer_is_calibrated_after_loading(engine, caplog, config, used):
         assert impl.layer.calibration.balance.data_ptr() == address
         assert torch.equal(impl.layer.calibration.balance.cpu(), of(module)[0].balance.cpu())
         assert not torch.equal(impl.layer.calibration.balance.cpu(), expected.balance.cpu())
+
+
+def test_a_layer_that_a_file_leaves_out_is_calibrated_by_its_weights(engine, tmp_path):
+    """Short windows are not in a file; the layer's weights still are at hand."""
+    own = LayerCalibration(torch.full((KV_HEADS, DIM), 2.0))
+    Calibration([own], kinds=["layer", "none"]).save(path := tmp_path / "own.safetensors")
+    options = {"format": "K4V4", "calibration": str(path)}
+    engine.configure({"kvstrata": options}, text=dict(num_hidden_layers=2), rope_parameters={"rope_theta": 1e4})
+    impls = [impl_of(engine) for _ in range(2)]
+    modules = [biased(Attention(impl)).to(DEVICE) for impl in impls]
+    for number, impl in enumerate(impls):
+        profile(impl, f"model.layers.{number}.attn")
+    assert torch.equal(impls[0].layer.calibration.balance.cpu(), own.balance)
+    assert torch.equal(impls[1].layer.calibration.balance.cpu(), of(modules[1])[0].balance.cpu())
 
 
 def attended(engine, module, weights):

@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 import eval_model
+from hf_zoo import tiny_model
+from kvstrata.hf.calibrate import calibrate
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.eval.packed import PackedLayer, at_bytes
@@ -15,12 +17,30 @@ from kvstrata.tools.eval.sizes import sizes_of
 
 
 def test_a_calibration_has_all_layers() -> None:
-    """A cache takes one without the layers of sliding windows; pages of one format are in every layer."""
     sizes = sizes_of(eval_model.model())
-    for layers, heads in ((1, 2), (2, 4)):
+    for layers, heads, message in (
+        (1, 2, "expected one of a model with 2 layers, got one with 1"),
+        (2, 4, "expected 2 KV heads and head_dim 64 in layer 0, got one with 4 and 64"),
+    ):
         calibration = Calibration([LayerCalibration(torch.ones(heads, 64))] * layers)
-        with pytest.raises(ValueError, match="calibration: expected 2 layers of 2 KV heads and head_dim 64"):
+        with pytest.raises(ValueError, match=f"calibration: {message}"):
             at_bytes("K4V4", sizes, 256, calibration)
+
+
+def test_layers_with_a_window_get_their_own_part_of_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration has two lists; pages of one format are in every layer."""
+    monkeypatch.setattr("kvstrata.hf.window.LEAST", 1)
+    model = tiny_model("gemma3_text", "sdpa")
+    text = model.config.get_text_config(decoder=True)
+    ids = torch.randint(3, 96, (1, 80), generator=torch.Generator().manual_seed(1))
+    calibration = calibrate(model, ids)
+    ours, _ = at_bytes("K4V4", sizes_of(model), 256, calibration)
+    full, windows = iter(calibration.layers), iter(calibration.windows)
+    given = [layer.calibration for layer in ours.make(model.config, 1, 256).layers]
+    assert len(given) == len(text.layer_types)
+    assert len(calibration.windows)
+    for kind, own in zip(text.layer_types, given, strict=True):
+        assert torch.equal(own.centre, next(windows if kind == "sliding_attention" else full).centre)
 
 
 def test_a_layer_reads_what_it_stored() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvstrata.hf import support
-from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .batch import Batch, DecodePart, make_batch
 from .options import BLOCK_SIZES, Options
@@ -46,7 +46,7 @@ except (ImportError, AttributeError) as error:
         f" pip install 'transformers>=5.19' ({error})"
     ) from error
 
-_options: dict[str, tuple[Options, Calibration | None]] = {}  # by attention name
+_options: dict[str, tuple[Options, list[LayerCalibration] | None]] = {}  # by attention name
 _lock = threading.Lock()
 
 
@@ -131,7 +131,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             sizes = heads, self.num_key_value_heads, self.head_dim
             layer = PackedLayer(self.options, *sizes, scale, window, options.get("softcap"), sinks)
             if self.calibration is not None:
-                layer.calibration = self.calibration.layers[number].to(self.cache_tensor.device)
+                layer.calibration = self.calibration[number].to(self.cache_tensor.device)
             self._layers[number] = layer
         return layer
 
@@ -335,11 +335,10 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     # transformers batches others too, and their attention sees no other token of their request, or all of the batch.
     support.check(model.config, "sdpa", "packed_batching serves", "generate works")
     options.bytes_per_token(cb_cache.find_head_dim(text))  # raises for other head dims
-    given = None if calibration is None else Calibration.load(calibration)
-    if given is not None:
-        given.check_no_windows("packed_batching")
-        _, kv_heads, _ = support.sizes(text)
-        given.check(text.num_hidden_layers, kv_heads or 0, cb_cache.find_head_dim(text))
+    given = None
+    if calibration is not None:
+        shape = support.sizes(text)[1] or 0, cb_cache.find_head_dim(text)
+        given = Calibration.load(calibration).of_model(text.num_hidden_layers, shape)
     name = f"kvstrata_{format}_{id(model):x}_flash"  # "flash": no masks; a digit after it would be a version
     before = model.config._attn_implementation
     with _lock:

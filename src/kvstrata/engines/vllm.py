@@ -302,20 +302,20 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return
         with refused():
             calibration = Calibration.load(self.options.calibration or "")
-            calibration.check_no_windows("vLLM")
-            number, count = layer_index(layer.layer_name), len(calibration.layers)
+            number = layer_index(layer.layer_name)
             text = None if self.config is None else self.config.model_config.hf_text_config
             most = getattr(text, "num_hidden_layers", None)
             if layer.layer_name.startswith("draft_model.") or (most is not None and number >= most):
                 self._calibrate_by_weights()  # a layer that makes drafts; the file is that of the target
                 self._calibrated = True
                 return
-            if number >= count:
-                raise ValueError(f"calibration: expected a file with layer {number}, got {count} layers")
-            if most is not None and count != most:
-                raise ValueError(f"calibration: expected a file of {most} layers, got {count}")
-            whole = calibration.layers[number]
-            if whole.shape is not None:
+            own = calibration.of_model(calibration.model_layers if most is None else most)
+            if number >= len(own):
+                raise ValueError(f"calibration: expected a file with layer {number}, got {len(own)} layers")
+            whole = own[number]
+            if whole.shape is None:  # such as a short sliding window
+                self._calibrate_by_weights()
+            else:
                 if whole.shape[1] != self.head_size:
                     raise ValueError(f"calibration: expected head_dim {self.head_size}, got {whole.shape[1]}")
                 rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

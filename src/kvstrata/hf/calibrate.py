@@ -123,4 +123,8 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     if len(cache.plain_layers) == len(cache.layers):
         raise ValueError(f"model: expected one with layers to compress, got {cache.plain_layers}")
     own, of_windows = ([recorder.statistics for recorder in group] for group in (recorders, windows))
-    return Calibration(own, model=name, windows=of_windows)
+    kinds = ["none"] * max(support.size(cache._text, "num_hidden_layers") or 0, len(cache.layers))
+    for kind, group in (("layer", recorders), ("window", windows)):
+        for recorder in group:
+            kinds[recorder.place] = kind
+    return Calibration(own, model=name, windows=of_windows, kinds=kinds)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from os import PathLike
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch
 
 KIND = "kvstrata.calibration"
 VERSION = 1
+KINDS = ("layer", "window", "none")
 MAX_EXPONENT = 8
 LARGEST = 2.0**MAX_EXPONENT  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
@@ -124,6 +126,8 @@ class Calibration:
         model: name of the model, for error messages and tables.
         windows: one `LayerCalibration` per layer with a sliding window that a `StrataCache` packs, in order; empty if
             not measured.
+        kinds: for each layer of the model "layer", "window" or "none": the list that has its part. Empty if unknown;
+            without windows, ``layers`` then are all layers of the model.
 
     Raises TypeError or ValueError, naming the argument.
 
@@ -139,6 +143,7 @@ class Calibration:
     bits: int = 0
     model: str = ""
     windows: Sequence[LayerCalibration] = field(default=())
+    kinds: Sequence[str] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.layers and not self.windows:
@@ -160,6 +165,14 @@ class Calibration:
                 raise ValueError(f"{name}: expected {len(self.layers)} numbers, one per layer, got {len(values)}")
             if not all(0 <= x < float("inf") for x in values):
                 raise ValueError(f"{name}: expected numbers of at least 0, got {values}")
+        object.__setattr__(self, "kinds", tuple(self.kinds))
+        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
+            raise ValueError(f"kinds: expected {', '.join(map(repr, KINDS))}, got {unknown[0]!r}")
+        given, expected = [self.kinds.count(kind) for kind in KINDS[:2]], [len(self.layers), len(self.windows)]
+        if self.kinds and given != expected:
+            raise ValueError(
+                f"kinds: expected {expected[0]} of layers and {expected[1]} of windows, got {given[0]} and {given[1]}"
+            )
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -200,14 +213,36 @@ class Calibration:
                 f"calibration: expected {windows} layers with a sliding window, got one{of} with {len(self.windows)}"
             )
 
-    def check_no_windows(self, user: str) -> None:
-        """Raise ValueError if it has layers with a sliding window; ``user`` are words of the message: who uses none."""
-        if self.windows:
-            of = f" of {self.model}" if self.model else ""
+    @property
+    def model_layers(self) -> int:
+        """Number of layers of the model, as far as they are known."""
+        return len(self.kinds) or len(self.layers) + len(self.windows)
+
+    def of_model(self, layers: int, shape: tuple[int, int] | None = None) -> list[LayerCalibration]:
+        """Calibration of each of a model's ``layers``; one that is not in it has neither balance nor centre.
+
+        Raises ValueError unless it is of a model with as many layers, all of ``shape`` (kv_heads, head_dim) if given.
+        """
+        of, kinds = f" of {self.model}" if self.model else "", self.kinds
+        if not kinds and self.windows:
             raise ValueError(
-                f"calibration: expected a file of a model without sliding windows for {user}, which numbers all layers"
-                f" alike, got one{of} with {len(self.windows)} windows"
+                f"calibration: expected a file that says which layers have a sliding window, got one{of} that does not;"
+                " write it again with kvstrata calibrate"
             )
+        kinds = kinds or ["layer"] * len(self.layers)
+        if len(kinds) != layers:
+            raise ValueError(
+                f"calibration: expected one of a model with {layers} layers, got one{of} with {len(kinds)}"
+            )
+        lists = {"layer": iter(self.layers), "window": iter(self.windows), "none": repeat(LayerCalibration())}
+        own = [next(lists[kind]) for kind in kinds]
+        for number, layer in enumerate(own):
+            if shape is not None and layer.shape not in (None, shape):
+                raise ValueError(
+                    f"calibration: expected {shape[0]} KV heads and head_dim {shape[1]} in layer {number}, got one{of}"
+                    " with {} and {}".format(*layer.shape)
+                )
+        return own
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file; FileNotFoundError for a missing folder."""
@@ -225,6 +260,7 @@ class Calibration:
         counts = {"layers": len(self.layers), "windows": len(self.windows)}
         numbers = {"version": VERSION, **counts, "bits": self.bits}
         metadata = {"kind": KIND, "model": self.model, **{name: str(n) for name, n in numbers.items()}}
+        metadata["kinds"] = " ".join(self.kinds)
         save_file(tensors, path, metadata=metadata)
 
     @classmethod
@@ -254,7 +290,8 @@ class Calibration:
                 [LayerCalibration(*(tensors.get(name) for name in pair)) for pair in pairs] for pairs in names
             )
             k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
-            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""), windows)
+            kinds = metadata.get("kinds", "").split()
+            calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""), windows, kinds)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"path: expected a calibration file, {str(path)!r} is damaged: {error}") from error
         return calibration.to(device)
@@ -262,7 +299,7 @@ class Calibration:
     def to(self, device: torch.device | str) -> Calibration:
         """Return a copy on a device."""
         layers, windows = ([layer.to(device) for layer in own] for own in (self.layers, self.windows))
-        return Calibration(layers, self.k_sensitivity, self.v_sensitivity, self.bits, self.model, windows)
+        return replace(self, layers=layers, windows=windows)
 
 
 def pair_means(x: torch.Tensor, pairs: int, interleaved: bool) -> torch.Tensor:

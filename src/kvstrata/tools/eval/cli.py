@@ -332,12 +332,12 @@ def calibrate(
             else:
                 console.print("No sensitivities: layers have K and V of different shapes, and some are not compressed.")
         calibration.save(out)
-    balances = [layer.balance for layer in calibration.layers if layer.balance is not None]
-    spread = [float(x.amax() / x.amin()) for x in balances]
+    balances = {number: layer.balance for number, layer in enumerate(calibration.of_model(len(calibration.kinds)))}
+    spread = {number: float(x.amax() / x.amin()) for number, x in balances.items() if x is not None}
     if as_json:
-        layers = [{"layer": i, "balance": x} for i, x in enumerate(spread)]
+        layers = [{"layer": number, "balance": x} for number, x in spread.items()]
         typer.echo(json.dumps({"out": str(out), "model": name, "layers": layers}, indent=1))
-    for layer in sorted(range(len(spread)), key=lambda i: -spread[i])[:4]:
+    for layer in sorted(spread, key=lambda number: -spread[number])[:4]:
         console.print(f"  layer {layer}: the balance spans a factor of {spread[layer]:g}")
     console.print(f"Written: {out} (StrataCache(model.config, calibration={str(out)!r}))")
 

@@ -7,6 +7,7 @@ edges, every token therefore sees the same as when decoding token by token with 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,15 +127,15 @@ def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration
             raise ValueError(f"--packed: expected K and V of one size, got {layer.k_dim} and {layer.v_dim}")
         if layer.k_dim % 16 or not 32 <= layer.k_dim <= 256:
             raise ValueError(f"--packed: expected head_dim to be a multiple of 16 from 32 to 256, got {layer.k_dim}")
-    shapes = sorted(set(sizes.layers))
+    shapes, own = sorted(set(sizes.layers)), None
     if calibration is not None:
         if len(shapes) > 1:
             raise ValueError(
                 f"--packed: expected layers of one shape with --calibration, got {shapes[0][:2]} and {shapes[1][:2]}"
             )
-        calibration.check_no_windows("--packed")
-        calibration.check(len(sizes.layers), *shapes[0][:2])
-    ours = packed(name, calibration=calibration)
+        of_model = calibration.of_model(sizes.count, shapes[0][:2])
+        own = [of_model[place] for place in sizes.places]
+    ours = packed(name, layers=own)
     full = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
     codes = sum(layer.kv_heads * Format.parse(name, layer.k_dim).bytes_per_token for layer in sizes.layers)
     share = codes * (tokens // 64 * 64) / (full * tokens) + (64 + 4) / tokens
@@ -145,15 +146,18 @@ def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration
     return [ours, replace(tiers, options=options | {"calibrated": calibration is not None})]
 
 
-def packed(name: str, page_tokens: int = 64, sink_tokens: int = 4, calibration: Calibration | None = None) -> Contender:
-    """One format in packed pages with a tail and sink tokens; ``calibration`` is of the model, never of the text."""
-    options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibration is not None)
+def packed(
+    name: str, page_tokens: int = 64, sink_tokens: int = 4, layers: Sequence[LayerCalibration] | None = None
+) -> Contender:
+    """One format in packed pages with a tail and sink tokens; ``layers``: parts of a calibration, of all layers with K
+    and V."""
+    options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=layers is not None)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        given = iter(()) if calibration is None else iter(calibration.layers)
+        given = iter(layers or ())
         return Cache(
             layers=replaced_layers(config, lambda: PackedLayer(name, page_tokens, sink_tokens, next(given, None)))
         )
 
-    label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibration is not None else "")
+    label = f"packed {name}, tail {page_tokens}" + (", calibrated" if layers is not None else "")
     return Contender(label, "ours", make, layer_bytes, None, options)

@@ -20,6 +20,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvstrata.hf import support
+
 from .model import first_token
 
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -47,6 +49,8 @@ class ModelSizes:
     tiers: tuple[int, int, int] | None  # layers with tiers in a `StrataCache`, KV heads, head_dim; None: windows only
     states: int = 0  # bytes of other states of one row, which no cache compresses
     mixed: str = ""  # kind of layers that keep K and V and other states, if there are some
+    places: tuple[int, ...] = ()  # numbers of ``layers`` in the model
+    count: int = 0  # layers of the model
 
     def full_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of these tokens with K and V at 16 bit in all layers, those with a window included, and of states."""
@@ -58,12 +62,15 @@ def sizes_of(model: Any) -> ModelSizes:
     """Sizes of a model, from one token through a DynamicCache and one through a `StrataCache`."""
     cache = DynamicCache(config=model.config)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    kept = [layer for layer in cache.layers if torch.is_tensor(getattr(layer, "keys", None)) and layer.keys.numel()]
-    layers = tuple(LayerSizes(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in kept)
+    has_rows = [torch.is_tensor(getattr(layer, "keys", None)) and layer.keys.numel() > 0 for layer in cache.layers]
+    kept = {place: layer for place, layer in enumerate(cache.layers) if has_rows[place]}
+    layers = tuple(LayerSizes(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in kept.values())
     tiered = first_token(model)._tiered
     tiers = None if tiered is None else (tiered.layers, tiered.kv_heads, tiered.head_dim)
     mixed = {type(x).__name__ for x in cache.layers if _is_mixed(x)}
-    return ModelSizes(layers, tiers, sum(map(state_bytes, cache.layers)), ", ".join(sorted(mixed)))
+    count = max(support.size(model.config.get_text_config(decoder=True), "num_hidden_layers") or 0, len(cache.layers))
+    states = sum(map(state_bytes, cache.layers))
+    return ModelSizes(layers, tiers, states, ", ".join(sorted(mixed)), tuple(kept), count)
 
 
 def state_bytes(layer: Any) -> int:
