@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -78,6 +79,24 @@ def sharpen(model: Any) -> Any:
             if parameter.dim() == 1 and not parameter.any():
                 parameter.normal_()
     return model
+
+
+def scaled(model: torch.nn.Module, largest: float = 30.0) -> torch.nn.Module:
+    """Scale each RoPE pair of K by s and of Q by 1 / s, s from 1 / largest to largest: the function is unchanged."""
+    other = copy.deepcopy(model)
+    config = other.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator().manual_seed(4)
+    for layer in other.model.layers:
+        power = torch.rand(kv_heads, dim // 2, generator=generator) * 2 - 1
+        s = torch.tensor(largest).pow(power).repeat(1, 2)
+        by_q = s.repeat_interleave(heads // kv_heads, 0).flatten()
+        for linear, by in ((layer.self_attn.k_proj, s.flatten()), (layer.self_attn.q_proj, 1 / by_q)):
+            linear.weight.data *= by.unsqueeze(1)
+            if linear.bias is not None:
+                linear.bias.data *= by
+    return other
 
 
 def make(name: str, seed: int = 0):

@@ -30,7 +30,10 @@ def generate(rank: int, folder: Path) -> None:
         cache = StrataCache(model.config, **options)
         tokens.append(model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False))
         kv_heads.append(cache.tiered.kv_heads)
-    torch.save(dict(tokens=tokens, kv_heads=kv_heads), folder / f"rank{rank}.pt")
+    packed = StrataCache(model.config, format="K4V4", max_tokens=64)
+    model(ids, past_key_values=packed)
+    layers = [tuple(layer.calibration) for layer in packed.layers]
+    torch.save(dict(tokens=tokens, kv_heads=kv_heads, layers=layers), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstrata.hf import balance
+from kvstrata.hf import balance, rope
 from kvstrata.hf.moments import channels
 
 PAIRS, REST, HEADS = 12, 8, 2  # turned pairs, channels that RoPE leaves alone, KV heads
@@ -81,7 +81,7 @@ def test_a_common_part_without_rope_is_removed(interleaved: bool):
 )
 def test_pairs_are_those_of_the_attention_that_calls(file: str, name: str, interleaved: bool | None):
     kind = getattr(pytest.importorskip(f"transformers.models.{file}.modeling_{file}"), name)
-    assert balance.interleaved(kind.__new__(kind)) is interleaved
+    assert rope.interleaved(kind.__new__(kind)) is interleaved
 
 
 def test_few_tokens_leave_the_channels_of_a_pair_alike():

@@ -20,7 +20,7 @@ from transformers import (
     MistralConfig,
 )
 
-from hf_model import SIZES
+from hf_model import SIZES, scaled
 
 try:
     from kvstrata.engines import transformers as engine
@@ -28,6 +28,8 @@ except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from kvstrata.engines.transformers import PackedAllocator, PackedSlidingAllocator, Step, packed_batching
+from kvstrata.hf.rope import frequencies
+from kvstrata.hf.weights import calibration_of
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 OSS = dict(num_local_experts=2, num_experts_per_tok=1, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
@@ -208,6 +210,35 @@ def test_each_layer_gets_its_own_part_of_a_calibration_with_windows(tmp_path: An
                 used[number] = layer.calibration.balance.unique().tolist()
     assert used == {0: [2.0], 1: [4.0]}
     assert max(gap(model, *pair) for pair in zip(PROMPTS, given, strict=True)) < 0.1
+
+
+@pytest.mark.parametrize("left_out", [[], [0, 1], [1]], ids=["no file", "an empty file", "a file with one layer"])
+def test_layers_without_a_calibration_use_the_weights(
+    left_out: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Pairs of K scaled by up to 30 and of Q by as much the other way cost nothing at K4V4."""
+    model = scaled(make("llama"))
+    prompts = [p for p in PROMPTS if len(p) > 8]
+    path = None
+    if left_out:
+        given = [LayerCalibration() if i in left_out else of_weights(model, i) for i in range(2)]
+        path = str(tmp_path / "some.safetensors")
+        Calibration(given).save(path)
+
+    def most() -> float:
+        with packed_batching(model, "K4V4", calibration=path):
+            given = batch(model, prompts)
+        return max(gap(model, *pair) for pair in zip(prompts, given, strict=True))
+
+    assert most() < 0.3
+    if not left_out:
+        monkeypatch.setattr(engine, "calibration_of", lambda *args: LayerCalibration())
+        assert most() > 1.0, "the model is not hard"
+
+
+def of_weights(model: Any, layer: int) -> LayerCalibration:
+    rope = frequencies(model.config, 64)
+    return calibration_of(model.model.layers[layer].self_attn, 2, 64, rope or ())
 
 
 def test_other_models_and_later_calls_are_unaffected() -> None:

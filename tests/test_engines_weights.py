@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 import vllm_standin
 from conftest import HAS_GPU
 from kvstrata.engines.weights import Owner, calibration_of, update
-from kvstrata.hf import balance as hf_balance
+from kvstrata.hf import weights as hf_weights
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from vllm_standin import profile
 
@@ -139,8 +139,8 @@ def test_calibration_equals_that_of_transformers(neox, pairs):
         linear.weight.data, linear.bias.data = weight.data, bias.data
         setattr(theirs, f"{name}_proj", linear)
     rope = rotary.angles.tolist()
-    balance = hf_balance.from_weights(theirs, KV_HEADS, DIM, rope, not neox)
-    centre = hf_balance.centre_from_bias(theirs, KV_HEADS, DIM, rope, not neox)
+    balance = hf_weights.balance_of(theirs, KV_HEADS, DIM, rope, not neox)
+    centre = hf_weights.centre_of(theirs, KV_HEADS, DIM, rope, not neox)
     fused, what = of(module)
     assert what == "balance and centre"
     assert torch.equal(fused.balance, balance)

@@ -173,13 +173,13 @@ def test_packed_pages_need_layers_of_one_kind() -> None:
     model = model_of("head sizes")
     calibration = calibrate(model, torch.randint(0, 96, (1, 64)))
     with pytest.raises(ValueError, match=r"expected layers of one shape with --calibration, got \(2, 32\) and \(2, 64"):
-        at_bytes("K4V4", sizes_of(model), TOKENS, calibration)
+        at_bytes("K4V4", sizes_of(model), TOKENS, (), calibration)
     for layer, message in (
         (LayerSizes(2, 64, 32), "--packed: expected K and V of one size, got 64 and 32"),
         (LayerSizes(2, 512, 512), "--packed: expected head_dim to be a multiple of 16 from 32 to 256, got 512"),
     ):
         with pytest.raises(ValueError, match=message):
-            at_bytes("K4V4", ModelSizes((LayerSizes(2, 32, 32), layer), None), TOKENS, None)
+            at_bytes("K4V4", ModelSizes((LayerSizes(2, 32, 32), layer), None), TOKENS, (), None)
 
 
 @pytest.mark.parametrize("name", ["eval", "advise", "calibrate"])

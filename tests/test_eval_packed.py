@@ -7,13 +7,19 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache
+
 import eval_model
+from hf_model import scaled
 from hf_zoo import tiny_model
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration, LayerCalibration
-from kvstrata.tools.eval.packed import PackedLayer, at_bytes
+from kvstrata.tools.eval.measure import decode
+from kvstrata.tools.eval.packed import PackedLayer, at_bytes, by_weights, packed
 from kvstrata.tools.eval.sizes import sizes_of
+
+NONE = [LayerCalibration()] * 2
 
 
 def test_a_calibration_has_all_layers() -> None:
@@ -24,7 +30,7 @@ def test_a_calibration_has_all_layers() -> None:
     ):
         calibration = Calibration([LayerCalibration(torch.ones(heads, 64))] * layers)
         with pytest.raises(ValueError, match=f"calibration: {message}"):
-            at_bytes("K4V4", sizes, 256, calibration)
+            at_bytes("K4V4", sizes, 256, NONE, calibration)
 
 
 def test_layers_with_a_window_get_their_own_part_of_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,13 +40,37 @@ def test_layers_with_a_window_get_their_own_part_of_a_calibration(monkeypatch: p
     text = model.config.get_text_config(decoder=True)
     ids = torch.randint(3, 96, (1, 80), generator=torch.Generator().manual_seed(1))
     calibration = calibrate(model, ids)
-    ours, _ = at_bytes("K4V4", sizes_of(model), 256, calibration)
+    sizes = sizes_of(model)
+    ours, _ = at_bytes("K4V4", sizes, 256, [LayerCalibration()] * sizes.count, calibration)
     full, windows = iter(calibration.layers), iter(calibration.windows)
     given = [layer.calibration for layer in ours.make(model.config, 1, 256).layers]
     assert len(given) == len(text.layer_types)
     assert len(calibration.windows)
     for kind, own in zip(text.layer_types, given, strict=True):
         assert torch.equal(own.centre, next(windows if kind == "sliding_attention" else full).centre)
+
+
+def test_layers_without_a_calibration_use_the_weights() -> None:
+    """Pairs of K scaled by up to 30 and of Q by as much the other way cost nothing."""
+    model, ids = eval_model.model(), eval_model.tokens(192)
+    hard = scaled(model)
+
+    def kl(net: torch.nn.Module, layers: list[LayerCalibration]) -> float:
+        exact = decode(net, ids, DynamicCache(config=net.config), prompt=0, chunk=64, keep=True)[1]
+        cache = packed("K4V4", layers).make(net.config, len(ids), 192)
+        scores, _ = decode(net, ids, cache, prompt=0, chunk=64, exact=exact)
+        return sum(map(sum, scores.kl)) / sum(scores.count)
+
+    sizes = sizes_of(hard)
+    weights = by_weights(hard, sizes)
+    easy = kl(model, NONE)
+    assert kl(hard, weights) < 1.5 * easy
+    assert kl(hard, NONE) > 3 * easy
+    first = LayerCalibration(torch.ones(2, 64), torch.randn(2, 64))
+    ours, _ = at_bytes("K4V4", sizes, 192, weights, Calibration([first, LayerCalibration()]))
+    own = [layer.calibration for layer in ours.make(hard.config, 1, 192).layers]
+    assert torch.equal(own[0].centre, first.centre)
+    assert torch.equal(own[1].balance, weights[1].balance)
 
 
 def test_a_layer_reads_what_it_stored() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import eval_model
-from hf_model import SIZES
-from kvstrata.hf import StrataCache, balance
+from hf_model import SIZES, scaled
+from kvstrata.hf import StrataCache, rope
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 from kvstrata.tools.eval.measure import Exact, decode
@@ -22,24 +20,6 @@ TOKENS, PROMPT = 224, 160
 OPTIONS = dict(
     budget=0.45, tiers=["K3V8"], policy="uniform", recent_tokens=12, page_tokens=16, settle_every=16, max_tokens=512,
 )  # fmt: skip
-
-
-def scaled(model: torch.nn.Module, largest: float = 30.0) -> torch.nn.Module:
-    """Scale each RoPE pair of K by s and of Q by 1 / s, s from 1 / largest to largest: the function is unchanged."""
-    other = copy.deepcopy(model)
-    config = other.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    dim = config.head_dim
-    generator = torch.Generator().manual_seed(4)
-    for layer in other.model.layers:
-        power = torch.rand(kv_heads, dim // 2, generator=generator) * 2 - 1
-        s = torch.tensor(largest).pow(power).repeat(1, 2)
-        by_q = s.repeat_interleave(heads // kv_heads, 0).flatten()
-        for linear, by in ((layer.self_attn.k_proj, s.flatten()), (layer.self_attn.q_proj, 1 / by_q)):
-            linear.weight.data *= by.unsqueeze(1)
-            if linear.bias is not None:
-                linear.bias.data *= by
-    return other
 
 
 def biased(size: float, seed: int = 0) -> Qwen2ForCausalLM:
@@ -165,9 +145,9 @@ def test_interleaved_pairs_are_recognised():
     def module(source: object) -> torch.nn.Module:
         return type("Attention", (torch.nn.Module,), {"__module__": source.__name__})()
 
-    assert balance.interleaved(module(modeling_llama)) is False
-    assert balance.interleaved(module(modeling_cohere)) is True
-    assert balance.interleaved(torch.nn.Linear(1, 1)) is None
+    assert rope.interleaved(module(modeling_llama)) is False
+    assert rope.interleaved(module(modeling_cohere)) is True
+    assert rope.interleaved(torch.nn.Linear(1, 1)) is None
 
 
 def test_no_balance_where_nothing_is_compressed():

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 
-from hf_model import EXACT, FAMILIES, SMALL, greedy, make, prompt
+from hf_model import EXACT, FAMILIES, SMALL, greedy, make, prompt, scaled
 from kvstrata.hf import StrataCache
 
 
@@ -127,10 +127,12 @@ def test_two_ranks_generate_what_one_does(tmp_path: Path) -> None:
 
     By recency: with importance the heads of a rank share its bytes, so that another number of ranks chooses otherwise.
     """
-    model, ids = make("llama"), prompt(2, 50)
+    model, ids = scaled(make("qwen2")), prompt(2, 50)
     model.save_pretrained(tmp_path)
     torch.save(ids, tmp_path / "ids.pt")
     caches = [dict(budget=1.0), dict(EXACT, policy="recency")]
+    packed = StrataCache(model.config, format="K4V4", max_tokens=64)
+    model(ids, past_key_values=packed)
     alone = [greedy(model, ids, StrataCache(model.config, **options)) for options in caches]
     script = Path(__file__).parent / "hf_ranks.py"
     env = os.environ | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
@@ -141,6 +143,9 @@ def test_two_ranks_generate_what_one_does(tmp_path: Path) -> None:
         assert written["kv_heads"] == [1, 1], "a rank holds more than its own heads"
         for expected, given in zip(alone, written["tokens"], strict=True):
             assert torch.equal(given, expected)
+        for layer, parts in zip(packed.layers, written["layers"], strict=True):
+            for name, whole, part in zip(layer.calibration._fields, layer.calibration, parts, strict=True):
+                assert torch.equal(whole[rank : rank + 1], part), f"{name} is not that of the rank's weights"
 
 
 @pytest.mark.slow

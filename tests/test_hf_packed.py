@@ -382,12 +382,12 @@ def test_the_host_reads_columns_once_per_prompt(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_balance_by_weights_is_computed_once() -> None:
-    from kvstrata.hf import balance
+    from kvstrata.hf import weights
 
     module = make("llama").model.layers[0].self_attn
-    first = balance.from_weights(module, 2, 32, (), None)
-    assert balance.from_weights(module, 2, 32, (), None) is first
+    first = weights.balance_of(module, 2, 32, (), None)
+    assert weights.balance_of(module, 2, 32, (), None) is first
     with torch.no_grad():
         module.k_proj.weight[:16] *= 64
-    after = balance.from_weights(module, 2, 32, (), None)
+    after = weights.balance_of(module, 2, 32, (), None)
     assert not torch.equal(after, first)

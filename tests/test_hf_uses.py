@@ -190,13 +190,18 @@ def test_half_precision_equals_dynamic_cache(name: str, dtype: torch.dtype) -> N
     assert cache.tiered.dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:recent_tokens")
 def test_modules_that_accelerate_moves() -> None:
     """Hooks of a device map that bring weights in and out around each module."""
     accelerate = pytest.importorskip("accelerate")
     model, ids = make("llama"), prompt(2, 30)
     expected = greedy(model, ids, new=6)
-    accelerate.cpu_offload(model, torch.device("cpu"))
-    assert torch.equal(greedy(model, ids, StrataCache(model.config, budget=1.0), new=6), expected)
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"))
+    assert torch.equal(greedy(offloaded, ids, StrataCache(model.config, budget=1.0), new=6), expected)
+    for columns in (5, 30):  # a short prompt is balanced by the weights
+        for options in (SMALL, dict(format="K4V4", max_tokens=64)):
+            ids, caches = prompt(2, columns), [StrataCache(model.config, **options) for _ in range(2)]
+            assert torch.equal(greedy(offloaded, ids, caches[0], new=6), greedy(model, ids, caches[1], new=6))
 
 
 def interrupted(model: Any, cache: Any, ids: torch.Tensor) -> None:

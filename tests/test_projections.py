@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvstrata.hf import balance, projections
+from kvstrata.hf import projections, weights
 
 SIZES = dict(vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
 CONFIGS = {
@@ -53,14 +54,97 @@ def test_rows_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(rows.norm(dim=-1), states.norm(dim=-1), rtol=1e-4, atol=1e-4)  # RoPE keeps norms
         torch.testing.assert_close(rows[:, :, 0], states[:, :, 0], rtol=1e-4, atol=1e-4)  # position 0 is not rotated
     rope, turned = ([], None) if name == "gpt2" else ([0.1] * (dim // 2), False)
-    assert balance.from_weights(received["module"], kv_heads, dim, rope, turned) is not None
-    centre = balance.centre_from_bias(received["module"], kv_heads, dim, rope, bool(turned))
+    assert weights.balance_of(received["module"], kv_heads, dim, rope, turned) is not None
+    centre = weights.centre_of(received["module"], kv_heads, dim, rope, bool(turned))
     assert (centre is None) == (own[1].bias is None)
+
+
+NOTHING = projections.Projection(), projections.Projection()
 
 
 def test_wrapped_projections_are_unknown() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["phi3"])
     attention = model.model.layers[0].self_attn
     attention.qkv_proj = torch.nn.Sequential(attention.qkv_proj)
-    assert projections.of_q_and_k(attention, 2, 16) is None
-    assert projections.of_q_and_k(model.model.layers[0].mlp, 2, 16) is None
+    assert projections.of_q_and_k(attention, 2, 16) == NOTHING
+    assert projections.of_q_and_k(model.model.layers[0].mlp, 2, 16) == NOTHING
+
+
+def test_normalised_q_and_k_are_unknown() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    attention = model.model.layers[0].self_attn
+    attention.k_norm = torch.nn.LayerNorm(16)
+    assert projections.of_q_and_k(attention, 2, 16) == NOTHING
+    assert weights.calibration_of(attention, 2, 16, [0.1] * 8).shape is None
+
+
+class Packed(torch.nn.Linear):
+    """A quantised layer that has a bias and no ``weight``."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        del self.weight
+        self.bias = linear.bias
+
+
+QUANTISED = {
+    "bytes": lambda x: torch.nn.Parameter(x.to(torch.int8), requires_grad=False),
+    "8 bit": lambda x: torch.nn.Parameter(x.to(torch.float8_e4m3fn), requires_grad=False),
+    "wrapper": lambda x: torch.nn.Parameter(TwoTensor(x, x)),
+    "meta": lambda x: torch.nn.Parameter(x.to("meta")),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+@torch.no_grad()
+def test_quantised_weights_leave_the_bias(kind: str, scope: Any) -> None:
+    """The centre is that of plain weights; without a balance it is not divided."""
+    torch.manual_seed(0)
+    attention = AutoModelForCausalLM.from_config(CONFIGS["llama"]).model.layers[0].self_attn
+    attention.k_proj.bias.normal_()
+    attention.k_proj.weight[:16] *= 64
+    rope = [10000.0 ** (-i / 8) for i in range(8)]
+    plain = weights.calibration_of(attention, 2, 16, rope)
+    assert plain.balance is not None
+    assert plain.centre is not None
+    change = QUANTISED[kind]
+    for name in ("q_proj", "k_proj"):
+        linear = getattr(attention, name)
+        if change is None:
+            setattr(attention, name, Packed(linear))
+        else:
+            linear.weight = change(linear.weight.detach())
+    with scope():
+        own = weights.calibration_of(attention, 2, 16, rope)
+    assert own.balance is None
+    assert torch.equal(own.centre, plain.centre * plain.balance)
+
+
+def test_weights_that_are_not_finite_give_no_calibration() -> None:
+    attention = AutoModelForCausalLM.from_config(CONFIGS["llama"]).model.layers[0].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight[0, 0] = float("nan")
+        attention.k_proj.bias[0] = float("inf")
+    assert weights.calibration_of(attention, 2, 16, [0.1] * 8).shape is None
+
+
+@torch.no_grad()
+def test_offloaded_weights_are_fetched() -> None:
+    """accelerate's hooks leave weights on the meta device between forwards of a module."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.bias.normal_()
+    attention.k_proj.weight[:16] *= 64
+    plain = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    other = copy.deepcopy(model)
+    accelerate.cpu_offload(other, torch.device("cpu"))
+    attention = other.model.layers[0].self_attn
+    assert attention.k_proj.weight.is_meta
+    own = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    assert torch.equal(own.balance, plain.balance)
+    assert torch.equal(own.centre, plain.centre)
+    assert attention.k_proj.weight.is_meta, "they take memory now"

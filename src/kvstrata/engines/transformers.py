@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from kvstrata.hf import support
+from kvstrata.hf.rope import frequencies
+from kvstrata.hf.weights import calibration_of
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
 from .batch import Batch, DecodePart, make_batch
@@ -130,10 +132,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
             sinks = None if sinks is None else sinks.detach().float().contiguous()
             sizes = heads, self.num_key_value_heads, self.head_dim
             layer = PackedLayer(self.options, *sizes, scale, window, options.get("softcap"), sinks)
-            if self.calibration is not None:
-                layer.calibration = self.calibration[number].to(self.cache_tensor.device)
+            layer.calibration = self._calibration_of(number, module).to(self.cache_tensor.device)
             self._layers[number] = layer
         return layer
+
+    def _calibration_of(self, number: int, module: torch.nn.Module) -> LayerCalibration:
+        """Calibration of a layer: from the file, or from the model's weights if that leaves the layer out."""
+        own = LayerCalibration() if self.calibration is None else self.calibration[number]
+        if own.shape is not None:
+            return own
+        rope = frequencies(self.config, self.head_dim, self.layer_type)
+        return calibration_of(module, self.num_key_value_heads, self.head_dim, rope or ())
 
     def step(self, starts: torch.Tensor, options: dict[str, Any]) -> Step:
         """The batch as two calls, built once for all layers, and again during a graph capture, as part of it."""
@@ -312,7 +321,7 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
         model: a decoder whose layers have full attention or a sliding window. Inside the context its config names
             another attention function, so only `generate_batch` and managers created there work.
         format: format of K and V, such as ``K8V8`` or ``K4V4``; head_dim must be 64, 128 or 256.
-        calibration: file of `kvstrata calibrate`, or None.
+        calibration: file of `kvstrata calibrate`, or None. Layers without one there are calibrated by their weights.
 
     Blocks hold as many tokens as before in fewer bytes; ``num_blocks`` still means the bytes of that many 16-bit
     blocks, so the pool holds more tokens. Decode batches of models without sliding windows run as CUDA graphs if

@@ -2,7 +2,7 @@
 
 A prompt attends with the model's own function before it is stored, so its queries and keys are at hand. A few dozen
 tokens are enough: the balance is a fourth root, rounded to a power of two. The first tokens are left out if there are
-others, because the K of attention sinks is atypical. A shorter prompt uses the weights (hf/projections.py),
+others, because the K of attention sinks is atypical. A shorter prompt uses the weights (hf/weights.py),
 assuming inputs of unit variance.
 
 The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
@@ -11,25 +11,20 @@ receive attention are wide. With one format for all, some heads get worse, so on
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from kvstrata.cache.policy.centre import rope_tables
-from kvstrata.quant import weights
 from kvstrata.quant.calibration import pair_balance
 from kvstrata.quant.reference import LARGEST
 from kvstrata.quant.rope import mean_rotation
 
-from . import projections
 from . import rope as rope_of
+from . import weights
 from .moments import Moments, PromptSample, channels, sums
 
 SINKS = 4  # leading tokens that are left out: attention sinks
@@ -40,36 +35,6 @@ AHEAD = 2048  # horizon: positions over which energies are averaged
 PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
 LEAST = 1 / 32  # lower bound of a channel's share of its pair's energy
 WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which one format is balanced
-
-
-def interleaved(module: torch.nn.Module) -> bool | None:
-    """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    return _interleaved(_rotate_half(type(module)))
-
-
-def _rotate_half(kind: Any) -> Any:
-    """The ``rotate_half`` that an attention class or its model uses; None if there is none.
-
-    A file with several models has several: the one that the class's forward calls counts.
-    """
-    scope = vars(sys.modules.get(kind.__module__, object))
-    applied = [scope[name] for name in _names(kind.forward) if "rot" in name and callable(scope.get(name))]
-    halves = {name for function in applied for name in _names(function) if name.startswith("rotate_half")}
-    return scope.get(halves.pop() if len(halves) == 1 else "rotate_half")
-
-
-def _names(function: Any) -> tuple[str, ...]:
-    """Names that a Python function refers to."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return () if code is None else code.co_names
-
-
-@lru_cache(maxsize=64)
-def _interleaved(function: Any) -> bool | None:
-    if function is None:
-        return None
-    turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
-    return {5.0: False, 2.0: True}.get(turned[0])
 
 
 def of_first_prompt(
@@ -86,12 +51,12 @@ def of_first_prompt(
     Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``module`` the model's attention. Without
     ``real`` it is uploaded, and the host waits for that.
     """
-    turned, first = interleaved(module), slice(columns_needed(new))
+    turned, first = rope_of.interleaved(module), slice(columns_needed(new))
     if real is None:
         real = torch.from_numpy(new).to(key.device, non_blocking=True)
     own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)
     if too_short(new.sum(1)):
-        by_weights = from_weights(module, key.shape[1], key.shape[3], rope, turned)
+        by_weights = weights.balance_of(module, key.shape[1], key.shape[3], rope, turned)
         instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
         enough = counts >= (FEWEST if by_weights is None else ENOUGH)
         own = torch.where(enough.view(-1, 1, 1), own, instead)
@@ -124,7 +89,7 @@ def from_prompt(
         query: ``[rows, heads, n, D]``, scaled as for the product with K; ``key [rows, kv_heads, n, D]``.
         real: bool ``[rows, columns]`` of the whole prompt, False for padding; the first n columns are used.
         rope: radians per position of K's rotated channel pairs, empty for none.
-        is_interleaved: how RoPE pairs channels, see `interleaved`; None balances single channels.
+        is_interleaved: how RoPE pairs channels, see `rope.interleaved`; None balances single channels.
         has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
     """
     k_square, k_whole, q_square, count = squares(query, key, real, rope, is_interleaved)
@@ -257,48 +222,3 @@ def _constants(rope: tuple[float, ...], device: torch.device) -> tuple[torch.Ten
     device, since an upload synchronises with it."""
     with torch.inference_mode(False), torch.no_grad():
         return *rope_tables(rope, SINKS + MOST, device), torch.tensor(rope, dtype=torch.float64, device=device)
-
-
-_of_weights: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
-
-
-def from_weights(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
-) -> torch.Tensor | None:
-    """Balance ``[kv_heads, D]`` of an attention module from its projections, or None if they do not determine it.
-
-    ``rope`` and ``is_interleaved`` are those of the model. Cached per module until its weights change.
-    """
-    rope = rope if rope_of.applies(module) else ()
-    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
-    linears = projections.linears(module)
-    given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
-    tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
-        return _from_weights(module, *sizes)
-    key = (*sizes, projections.are_normed(module), *map(type, linears), *((x.data_ptr(), x._version) for x in tensors))
-    known = _of_weights.get(module)
-    if known is None or known[0] != key:
-        with torch.inference_mode(False), torch.no_grad():
-            known = _of_weights[module] = key, _from_weights(module, *sizes)
-    return known[1]
-
-
-def _from_weights(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
-) -> torch.Tensor | None:
-    if projections.are_normed(module) or (rope and is_interleaved is None):
-        return None
-    own = projections.of_q_and_k(module, kv_heads, dim)
-    return None if own is None else weights.balance_from_weights(*own, kv_heads, dim, rope, bool(is_interleaved))
-
-
-def centre_from_bias(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool
-) -> torch.Tensor | None:
-    """Centre ``[kv_heads, D]`` of K: its projection's bias, averaged over the horizon's positions, or None."""
-    own = projections.of_q_and_k(module, kv_heads, dim)
-    if own is None or own[1].bias is None:
-        return None
-    rope = rope if rope_of.applies(module) else ()
-    return weights.centre_from_bias(own[1].bias, kv_heads, dim, rope, is_interleaved)

@@ -38,7 +38,7 @@ from .layer import StrataLayer
 from .mask import LastMask
 from .packed import PackedCache
 from .prompts import Prompts
-from .rope import frequencies
+from .rope import frequencies, interleaved
 from .steps import Steps
 from .window import WindowLayer, window_of
 from .window_prompts import WindowPrompts
@@ -346,7 +346,7 @@ class StrataCache(Columns):
                 if not self.shares:
                     turns.load_kernels(tiered, query_heads)
                 if self.calibration is None and tiered.balance is not None:
-                    balance.load_kernels(*sizes, tiered.rope, balance.interleaved(model))
+                    balance.load_kernels(*sizes, tiered.rope, interleaved(model))
         if query_heads and (windows := self._windows()):
             warm_up(windows[0], model, query_heads, (rows, heads, dim), progress)
 

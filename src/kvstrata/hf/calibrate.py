@@ -15,7 +15,7 @@ from . import attention, balance, support
 from .cache import StrataCache
 from .hybrid import HybridLayer
 from .layer import StrataLayer
-from .rope import frequencies
+from .rope import frequencies, interleaved
 from .window import WindowLayer, window_of
 
 HORIZON = 4096  # positions over which centres are averaged, or the model's context if that is less
@@ -30,7 +30,7 @@ def _statistics(
         if not bool(x.isfinite().all()):
             raise ValueError(f"model: expected finite {name} in layer {layer.place}, got NaN or infinity")
     real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
-    turned = balance.interleaved(call.module)
+    turned = interleaved(call.module)
     k, whole, q, _ = balance.squares(query, key, real, rope, turned)
     own = balance.from_squares(k.mean(0), whole.mean(0), q.mean(0), rope, turned, has_tiers)
     rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]

@@ -31,6 +31,7 @@ from .logits import Logits
 from .mass import MassLedger, prompt_mass
 from .owned import Owned
 from .prompts import Prompts, PromptSettings
+from .rope import interleaved
 from .steps import Steps, stored_rows, strata_decode
 
 DECODE_QUERIES = 16  # more new tokens than this are a prompt
@@ -207,7 +208,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
                 query, key, value, mask, model_attention
             )
         settings = PromptSettings(
-            owner.importance_queries if owner.uses_mass else None, owner.balances, balance.interleaved(module)
+            owner.importance_queries if owner.uses_mass else None, owner.balances, interleaved(module)
         )
         owner.prompts.add(tiered, self.index, query, key, value, real, logits, settings, owner.guard)
         if self.index == tiered.layers - 1:

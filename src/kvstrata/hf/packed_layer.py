@@ -10,12 +10,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration
 
-from . import attention, balance, support
+from . import attention, support
 from .forward import Forward
 from .logits import Logits
 from .owned import Owned
 from .packed_op import Layer, strata_packed
 from .packed_rows import PackedRows
+from .weights import calibration_of
 
 
 class Owner(Protocol):
@@ -144,20 +145,12 @@ class PackedLayer(Owned[Owner], CacheLayerMixin):
 
     def _calibrate(self, module: torch.nn.Module, kv_heads: int, dim: int) -> Layer:
         """Balance and centre of the layer, from a file or from the model's weights."""
-        given = self.owner.calibration
-        if given is not None:
-            layer = given.layers[self.number].to(self.device)
-            calibration = Layer(layer.balance, layer.centre)
+        if self.owner.calibration is not None:
+            own = self.owner.calibration.layers[self.number]
         else:
-            rope = self.owner.rope or ()
-            turned = balance.interleaved(module)
-            own = balance.from_weights(module, kv_heads, dim, rope, turned)
-            centre = None if own is None else balance.centre_from_bias(module, kv_heads, dim, rope, bool(turned))
-            if own is not None:
-                own = own.to(self.device).contiguous()
-            if centre is not None and own is not None:
-                centre = (centre.to(self.device) / own).float().contiguous()
-            calibration = Layer(own, centre)
+            own = calibration_of(module, kv_heads, dim, self.owner.rope or ())
+        own = own.to(self.device)
+        calibration = Layer(own.balance, own.centre)
         for x in calibration:
             if x is not None:
                 torch._dynamo.mark_static_address(x, guard=False)

@@ -1,7 +1,10 @@
-"""RoPE frequencies of a model, from its configuration."""
+"""RoPE of a model: frequencies from its configuration, pairs of channels from its code."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,3 +38,33 @@ def frequencies(config: Any, head_dim: int, kind: str = "full_attention") -> lis
 def applies(module: torch.nn.Module) -> bool:
     """False if an attention module says that it leaves out RoPE (SmolLM3, Llama 4)."""
     return bool(getattr(module, "use_rope", True))
+
+
+def interleaved(module: torch.nn.Module) -> bool | None:
+    """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
+    return _interleaved(_rotate_half(type(module)))
+
+
+def _rotate_half(kind: Any) -> Any:
+    """The ``rotate_half`` that an attention class or its model uses; None if there is none.
+
+    A file with several models has several: the one that the class's forward calls counts.
+    """
+    scope = vars(sys.modules.get(kind.__module__, object))
+    applied = [scope[name] for name in _names(kind.forward) if "rot" in name and callable(scope.get(name))]
+    halves = {name for function in applied for name in _names(function) if name.startswith("rotate_half")}
+    return scope.get(halves.pop() if len(halves) == 1 else "rotate_half")
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    """Names that a Python function refers to."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
+
+
+@lru_cache(maxsize=64)
+def _interleaved(function: Any) -> bool | None:
+    if function is None:
+        return None
+    turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
+    return {5.0: False, 2.0: True}.get(turned[0])

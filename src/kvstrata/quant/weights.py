@@ -7,18 +7,26 @@ contributes to the mean squares of K from which the balance is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .calibration import pair_balance
+from .calibration import LARGEST_CENTRE, pair_balance
 from .rope import mean_rotation, pair_channels
 
 HORIZON = 2048  # positions over which a centre is averaged
 
 
-def is_plain(weight: object) -> bool:
-    """True for a tensor that holds the weights themselves: floating point of 16 bit or more, without scales."""
-    return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() >= 2
+def is_plain(weight: object) -> TypeGuard[torch.Tensor]:
+    """True for a tensor that holds the weights themselves: floating point of 16 bit or more, without scales.
+
+    False for tensors on the meta device and for subclasses that wrap others, such as torchao's quantised ones.
+    """
+    wraps_others: bool = is_traceable_wrapper_subclass(weight)
+    if not isinstance(weight, torch.Tensor) or weight.is_meta or wraps_others:
+        return False
+    return weight.is_floating_point() and weight.element_size() >= 2
 
 
 def balance_from_weights(
@@ -36,7 +44,7 @@ def balance_from_weights(
         rope: radians per position of K's rotated channel pairs, empty for none.
         interleaved: see `pair_channels`.
 
-    Returns None if the rows do not match these head counts.
+    Returns None if the rows do not match these head counts, or are not finite.
     """
     if q[0].shape[0] % (kv_heads * dim) or k[0].shape[0] != kv_heads * dim:
         return None
@@ -52,6 +60,8 @@ def balance_from_weights(
             by_row = by_row + offset.mean(1)
         squares.append(by_row)
         whole.append(with_bias)
+    if not all(bool(x.isfinite().all()) for x in squares):
+        return None
     return pair_balance(squares[0], squares[1], len(rope), interleaved, whole[0])
 
 
@@ -61,9 +71,10 @@ def centre_from_bias(
     """Centre float32 ``[kv_heads, dim]`` of the model's K, not divided by a balance: the mean of the rotated bias over
     the positions of the horizon.
 
-    Arguments are those of `balance_from_weights`. Returns None if the bias does not match these head counts.
+    Arguments are those of `balance_from_weights`. Returns None if the bias does not match these head counts, or is
+    larger than a centre may be.
     """
-    if bias.numel() != kv_heads * dim:
+    if bias.numel() != kv_heads * dim or not bool((bias.abs() <= LARGEST_CENTRE).all()):
         return None
     own, pairs = bias.detach().float().view(kv_heads, dim), len(rope)
     if not pairs:

@@ -53,7 +53,9 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Compare packed pages of this format, with a 16-bit tail, with tiers of the same bytes."),
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="File of kvstrata calibrate: also run with it.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="File of kvstrata calibrate: also run with it; --packed only with it.")
+    ] = None,
     chunk: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens decoded at a time: 32, with --quick 64; 1 is what a server does."),
@@ -106,7 +108,7 @@ def evaluate(
     from . import contenders, plot, quality, render, sizes, texts
     from . import model as models
     from . import results as saved
-    from .packed import at_bytes, check_packed
+    from .packed import at_bytes, by_weights, check_packed
 
     console = ui.console(as_json)
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
@@ -129,6 +131,7 @@ def evaluate(
         state = saved.load(path) if path.exists() else None
         net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console, calibrated)
         shape = sizes.sizes_of(net)
+        weights = by_weights(net, shape) if packed else []
         if widths and shape.tiers is None:
             raise ValueError("--bits: expected a model with full attention, got one with sliding windows only")
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
@@ -147,7 +150,9 @@ def evaluate(
         for length in lengths:
             with ui.usage_errors():
                 ids = models.encode(tokenizer, corpus, length, stretches).to(torch_device)
-                at_equal_bytes = [x for name in packed or [] for x in at_bytes(name, shape, length, calibrated)]
+                at_equal_bytes = [
+                    x for name in packed or [] for x in at_bytes(name, shape, length, weights, calibrated)
+                ]
             wanted = [*widths, *at_equal_bytes] or contenders.at_budgets(
                 shape, budgets, policy or ["importance"], lists, length, peers, pages, calibrated
             )

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from kvstrata.hf import projections
+from kvstrata.hf.rope import frequencies
+from kvstrata.hf.weights import calibration_of
 from kvstrata.layout import Format
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import Calibration, LayerCalibration
@@ -114,11 +117,31 @@ def check_packed(name: str) -> None:
         raise ValueError(f"--packed: expected a quantised format such as K4V4, got {name!r}")
 
 
-def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration | None) -> list[Contender]:
-    """Packed pages of one format, and tiers under a budget of as many bytes, with the same calibration.
+def by_weights(model: Any, sizes: ModelSizes) -> list[LayerCalibration]:
+    """Calibration of each layer with K and V from the model's weights, as engines do it without a file."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * sizes.count
+    modules = {
+        module.layer_idx: module
+        for module in model.get_decoder().modules()
+        if hasattr(module, "layer_idx") and None not in projections.linears(module)
+    }
+    own = []
+    for place, (kv_heads, dim, _) in zip(sizes.places, sizes.layers, strict=True):
+        rope = frequencies(config, dim, kinds[place]) or ()
+        found = place in modules
+        own.append(calibration_of(modules[place], kv_heads, dim, rope) if found else LayerCalibration())
+    return own
 
-    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those. ValueError for a
-    model whose layers cannot all be packed, and for a calibration of a model with other sizes.
+
+def at_bytes(
+    name: str, sizes: ModelSizes, tokens: int, weights: Sequence[LayerCalibration], calibration: Calibration | None
+) -> list[Contender]:
+    """Packed pages of one format, and tiers under a budget of as many bytes.
+
+    Both keep 64 tokens at 16 bit, 4 of them the first ones; the tail has up to 64 after those. Both use a calibration
+    if there is one; layers that it leaves out have that of ``weights`` in pages, and the prompt's in tiers. ValueError
+    for a model whose layers cannot all be packed, and for a calibration of a model with other sizes.
     """
     if sizes.mixed:
         raise ValueError(f"--packed: expected layers of attention or of other states, got {sizes.mixed}")
@@ -127,15 +150,18 @@ def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration
             raise ValueError(f"--packed: expected K and V of one size, got {layer.k_dim} and {layer.v_dim}")
         if layer.k_dim % 16 or not 32 <= layer.k_dim <= 256:
             raise ValueError(f"--packed: expected head_dim to be a multiple of 16 from 32 to 256, got {layer.k_dim}")
-    shapes, own = sorted(set(sizes.layers)), None
+    shapes, own = sorted(set(sizes.layers)), list(weights)
     if calibration is not None:
         if len(shapes) > 1:
             raise ValueError(
                 f"--packed: expected layers of one shape with --calibration, got {shapes[0][:2]} and {shapes[1][:2]}"
             )
         of_model = calibration.of_model(sizes.count, shapes[0][:2])
-        own = [of_model[place] for place in sizes.places]
-    ours = packed(name, layers=own)
+        own = [
+            other if of_model[place].shape is None else of_model[place]
+            for place, other in zip(sizes.places, own, strict=True)
+        ]
+    ours = packed(name, own, calibrated=calibration is not None)
     full = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
     codes = sum(layer.kv_heads * Format.parse(name, layer.k_dim).bytes_per_token for layer in sizes.layers)
     share = codes * (tokens // 64 * 64) / (full * tokens) + (64 + 4) / tokens
@@ -147,17 +173,23 @@ def at_bytes(name: str, sizes: ModelSizes, tokens: int, calibration: Calibration
 
 
 def packed(
-    name: str, page_tokens: int = 64, sink_tokens: int = 4, layers: Sequence[LayerCalibration] | None = None
+    name: str,
+    layers: Sequence[LayerCalibration] = (),
+    calibrated: bool = False,
+    page_tokens: int = 64,
+    sink_tokens: int = 4,
 ) -> Contender:
-    """One format in packed pages with a tail and sink tokens; ``layers``: parts of a calibration, of all layers with K
-    and V."""
-    options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=layers is not None)
+    """One format in packed pages with a tail and sink tokens.
+
+    ``layers``: calibration of all layers with K and V, or nothing; ``calibrated`` if it is from a file.
+    """
+    options = dict(format=name, page_tokens=page_tokens, sink_tokens=sink_tokens, calibrated=calibrated)
 
     def make(config: Any, rows: int, tokens: int) -> Any:
-        given = iter(layers or ())
+        given = iter(layers)
         return Cache(
             layers=replaced_layers(config, lambda: PackedLayer(name, page_tokens, sink_tokens, next(given, None)))
         )
 
-    label = f"packed {name}, tail {page_tokens}" + (", calibrated" if layers is not None else "")
+    label = f"packed {name}, tail {page_tokens}" + (", calibrated" if calibrated else "")
     return Contender(label, "ours", make, layer_bytes, None, options)

@@ -1,0 +1,82 @@
+"""Balance and centre of an attention module's K, from the weights of its projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvstrata.quant import weights
+from kvstrata.quant.calibration import LayerCalibration
+
+from . import projections
+from . import rope as rope_of
+
+_balances: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
+
+
+def calibration_of(module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float]) -> LayerCalibration:
+    """Balance and centre of an attention module, as far as its weights determine them.
+
+    ``rope``: radians per position of K's rotated channel pairs, empty for none. Quantised weights give only a centre,
+    from the bias of K.
+    """
+    turned = rope_of.interleaved(module)
+    balance = balance_of(module, kv_heads, dim, rope, turned)
+    centre = centre_of(module, kv_heads, dim, rope, turned)
+    if balance is not None and centre is not None:
+        centre = centre / balance.to(centre.device)
+    return LayerCalibration(balance, centre)
+
+
+def balance_of(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
+    """Balance ``[kv_heads, D]`` of an attention module, or None if its weights do not determine it.
+
+    ``rope`` and ``is_interleaved`` are those of the model. Cached per module until its weights change.
+    """
+    rope = rope if rope_of.applies(module) else ()
+    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
+    linears = projections.linears(module)
+    given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
+        return _balance_of(module, *sizes)
+    versions = ((id(x), x.data_ptr() if weights.is_plain(x) else 0, x._version) for x in tensors)
+    key = (*sizes, projections.are_normed(module), *map(type, linears), *versions)
+    known = _balances.get(module)
+    if known is None or known[0] != key:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _balances[module] = key, _balance_of(module, *sizes)
+    return known[1]
+
+
+def _balance_of(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
+    if rope and is_interleaved is None:
+        return None
+    q, k = projections.of_q_and_k(module, kv_heads, dim)
+    if q.weight is None or k.weight is None:
+        return None
+    known = (q.weight, q.bias), (k.weight, k.bias)
+    return weights.balance_from_weights(*known, kv_heads, dim, rope, bool(is_interleaved))
+
+
+@torch.no_grad()
+def centre_of(
+    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+) -> torch.Tensor | None:
+    """Centre ``[kv_heads, D]`` of K, not divided by a balance: the bias of its projection, averaged over the horizon's
+    positions; None without a bias.
+
+    Arguments are those of `balance_of`.
+    """
+    rope = rope if rope_of.applies(module) else ()
+    _, k = projections.of_q_and_k(module, kv_heads, dim)
+    if k.bias is None or (rope and is_interleaved is None):
+        return None
+    return weights.centre_from_bias(k.bias, kv_heads, dim, rope, bool(is_interleaved))
