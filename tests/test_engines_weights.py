@@ -14,7 +14,7 @@ import vllm_standin
 from conftest import HAS_GPU
 from kvstrata.engines.weights import Owner, calibration_of, update
 from kvstrata.hf import weights as hf_weights
-from kvstrata.quant.calibration import Calibration, LayerCalibration
+from kvstrata.quant.calibration import Calibration, LayerCalibration, pair_balance
 from vllm_standin import profile
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -151,6 +151,43 @@ def test_calibration_equals_that_of_transformers(neox, pairs):
     assert torch.equal(apart.centre, fused.centre)
 
 
+class RMSNorm(torch.nn.Module):
+    """vLLM's norm: its forward is a kernel, forward_native is torch; Gemma's gain is 1 + weight."""
+
+    def __init__(self, size, is_gemma=False, dtype=torch.float32):
+        super().__init__()
+        self.weight, self.is_gemma = torch.nn.Parameter(torch.randn(size).to(dtype), requires_grad=False), is_gemma
+
+    def forward(self, x, residual=None):
+        raise NotImplementedError
+
+    def forward_native(self, x, residual=None):
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (self.weight.float() + self.is_gemma)
+
+
+@pytest.mark.parametrize("is_gemma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_norms_of_q_and_k_balance(is_gemma, dtype, is_quantised):
+    """K of a model that normalises it has channels as large as the gain of its norm (Qwen3, Gemma 3)."""
+    module = Attention(bias=False)
+    module.q_norm, module.k_norm = (RMSNorm(DIM, is_gemma, dtype) for _ in range(2))
+    module.k_norm.weight.data[[3, 3 + DIM // 2]] = 24.0
+    if is_quantised:
+        module.qkv_proj.weight = torch.nn.Parameter(module.qkv_proj.weight.to(torch.int8), requires_grad=False)
+    own, what = of(module)
+    assert what == "balance"
+    k = torch.randn(2000, KV_HEADS, DIM) if is_quantised else torch.randn(2000, HIDDEN) @ module.qkv_proj.weight.mT
+    q = torch.randn(2000, HEADS, DIM) if is_quantised else k[:, : HEADS * DIM].unflatten(1, (-1, DIM))
+    k = k if is_quantised else k[:, HEADS * DIM : (HEADS + KV_HEADS) * DIM].unflatten(1, (-1, DIM))
+    k, q = (norm.forward_native(x).square().mean(0) for norm, x in ((module.k_norm, k), (module.q_norm, q)))
+    expected = pair_balance(k, q.view(KV_HEADS, -1, DIM).mean(1), DIM // 2)
+    assert (own.balance.log2() - expected.log2()).abs().max() <= 1
+    assert (own.balance != expected).float().mean() < 0.15
+    assert own.balance[0, 3] >= 2 * own.balance[0].median()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 def test_angles_come_from_the_table(dtype, theta):
@@ -196,8 +233,12 @@ def test_unsupported_modules_give_no_calibration():
     assert of(module, heads=HEADS * 2)[1] == "no projection with as many heads was found"
     module.qkv_proj.weight.data[0, 0] = torch.nan
     assert of(module)[1] == "its weights are not finite"
-    module.k_norm = torch.nn.LayerNorm(DIM)
-    assert of(module)[1] == "Q or K may be normalised after its projection (k_norm)"
+    module.qkv_proj.weight.data[0, 0] = 0.0
+    module.inner_norm = torch.nn.LayerNorm(DIM)
+    assert of(module)[1] == "Q or K may be normalised after its projection (inner_norm)"
+    del module.inner_norm
+    module.k_norm = torch.nn.Identity()
+    assert of(module)[1] == "Q or K is normalised in an unknown way (Identity)"
     module = Attention(rotary=Rotary(pairs=DIM))
     assert of(module)[1] == "its RoPE is of an unknown kind"
     assert of(torch.nn.Sequential(torch.nn.Identity()), turned=False)[1].startswith("no projection")

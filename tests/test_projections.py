@@ -10,7 +10,19 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    Olmo2Config,
+    PersimmonConfig,
+    Phi3Config,
+    Qwen3Config,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstrata.hf import projections, weights
@@ -49,7 +61,7 @@ def test_rows_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
     kv_heads, dim = received["key"].shape[1], received["key"].shape[3]
     own = projections.of_q_and_k(received["module"], kv_heads, dim)
     assert own is not None
-    for (weight, bias), states in zip(own, (received["query"], received["key"]), strict=True):
+    for (weight, bias, _), states in zip(own, (received["query"], received["key"]), strict=True):
         rows = torch.nn.functional.linear(received["hidden"], weight, bias).unflatten(-1, (-1, dim)).transpose(1, 2)
         torch.testing.assert_close(rows.norm(dim=-1), states.norm(dim=-1), rtol=1e-4, atol=1e-4)  # RoPE keeps norms
         torch.testing.assert_close(rows[:, :, 0], states[:, :, 0], rtol=1e-4, atol=1e-4)  # position 0 is not rotated
@@ -70,12 +82,106 @@ def test_wrapped_projections_are_unknown() -> None:
     assert projections.of_q_and_k(model.model.layers[0].mlp, 2, 16) == NOTHING
 
 
-def test_normalised_q_and_k_are_unknown() -> None:
+NORMED = {
+    "qwen3": lambda: Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=16),  # its gain is 1 + weight
+    "olmo2": lambda: Olmo2Config(**SIZES, num_key_value_heads=2, pad_token_id=0),  # one norm of all heads
+    "cohere": lambda: CohereConfig(**SIZES, num_key_value_heads=2, use_qk_norm=True),  # a layer norm, a row per head
+    "persimmon": lambda: PersimmonConfig(**SIZES, qk_layernorm=True),  # with a shift; its projection is fused
+    "hunyuan": lambda: HunYuanDenseV1Config(**SIZES, num_key_value_heads=2, head_dim=16),  # after RoPE
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+@torch.no_grad()
+def test_norms_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gain and shift from two probes against rows that the model normalises; what precedes the norm is random."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(NORMED[name]()).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.5)
+    attention = next(x for x in model.modules() if type(x).__name__.endswith("Attention"))
+    for norm, known in zip(projections.norms(attention), projections.of_q_and_k(attention, 2, 16), strict=True):
+        gain, shift, is_whole = known.norm
+        rows = torch.randn(500, *norm.weight.shape)
+        expected = norm(rows)
+        if name == "cohere" or name == "persimmon":
+            rows = rows - rows.mean(-1, keepdim=True)
+        own = rows / rows.square().mean(-1, keepdim=True).sqrt() * gain.view_as(norm.weight)
+        own = own if shift is None else own + shift.view_as(norm.weight)
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+        assert is_whole == (name == "olmo2")
+        assert (shift is None) == (name != "persimmon")
+
+
+@torch.no_grad()
+def test_norms_share_the_energy_of_their_heads() -> None:
+    """Balances against rows that random inputs give: row norms count relative to their head, gains as they are."""
+    torch.manual_seed(0)
+    for name in ("qwen3", "olmo2", "hunyuan", "gemma3"):
+        attention = next(
+            x
+            for x in AutoModelForCausalLM.from_config(NORMED[name]()).modules()
+            if type(x).__name__.endswith("Attention")
+        )
+        for parameter in attention.parameters():
+            parameter.normal_()
+        attention.k_proj.weight[5:9] *= 8
+        attention.k_proj.weight[16:] *= 100  # of the second head: its norm undoes that, unless it is one of all heads
+        norm, seen = projections.norms(attention), []
+        norm[1].weight[3] = 30.0
+        for linear, own in zip((attention.q_proj, attention.k_proj), norm, strict=True):
+            rows = linear(torch.randn(4000, SIZES["hidden_size"]))
+            rows = own(rows) if name == "olmo2" else own(rows.unflatten(-1, (-1, 16))).flatten(1)
+            seen.append(rows.square().mean(0).view(2, -1, 16).mean(1))
+        q, k = seen
+        power = (k / q).log2() / 4
+        expected = power - power.mean(-1, keepdim=True)
+        given = weights.balance_of(attention, 2, 16, (), None)
+        assert (given.log2() - expected).abs().max() < 0.8, name  # half by rounding
+        assert given.log2().std() > 0.5
+
+
+def test_norms_of_unknown_kinds_leave_nothing() -> None:
+    """Not applied to heads, no parameter, not a norm, not finite."""
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     attention = model.model.layers[0].self_attn
-    attention.k_norm = torch.nn.LayerNorm(16)
-    assert projections.of_q_and_k(attention, 2, 16) == NOTHING
+    broken = torch.nn.LayerNorm(16)
+    broken.weight.data[0] = float("nan")
+    for norm in (torch.nn.LayerNorm(24), torch.nn.Identity(), torch.nn.Linear(16, 16), broken, Scale(16)):
+        attention.k_norm = norm
+        q, k = projections.of_q_and_k(attention, 2, 16)
+        assert q.weight is not None
+        assert k == projections.Projection(), norm
+        assert weights.calibration_of(attention, 2, 16, [0.1] * 8).shape is None
+    attention.k_norm = torch.nn.LayerNorm(3 * 16)  # of three heads
     assert weights.calibration_of(attention, 2, 16, [0.1] * 8).shape is None
+
+
+class Scale(torch.nn.Module):
+    """A parameter per channel, without dividing by anything."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@torch.no_grad()
+def test_norms_after_quantised_weights_give_a_balance() -> None:
+    """Rows are taken to be alike; the gain is known."""
+    attention = AutoModelForCausalLM.from_config(NORMED["qwen3"]()).model.layers[0].self_attn
+    attention.k_norm.weight[3] = attention.k_norm.weight[11] = 64.0  # a RoPE pair
+    for name in ("q_proj", "k_proj"):
+        linear = getattr(attention, name)
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
+    own = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    expected = torch.ones(2, 16)
+    expected[:, [3, 11]] = 8.0
+    assert own.centre is None
+    assert torch.equal(own.balance / own.balance[0, 0], expected)
 
 
 class Packed(torch.nn.Linear):

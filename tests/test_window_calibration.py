@@ -80,8 +80,9 @@ def test_a_calibration_covers_windows(name: str, tmp_path: Path, where: str) -> 
 def test_a_calibration_of_other_windows_is_refused() -> None:
     model = make("mistral-window")
     made = calibration_of(model)
+    fewer = replace(made, windows=made.windows[:1], kinds=["none", "window"])
     with pytest.raises(ValueError, match="expected 2 layers with a sliding window, got one of tiny with 1"):
-        StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=made.windows[:1]))
+        StrataCache(model.config, **SMALL, budget=0.3, calibration=fewer)
     with pytest.raises(ValueError, match="expected one of a model with windows only, got one with 2 layers"):
         StrataCache(model.config, **SMALL, budget=0.3, calibration=Calibration(made.windows))
     other = LayerCalibration(torch.ones(4, 32))

@@ -16,7 +16,8 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from kvstrata.quant.calibration import LayerCalibration
-from kvstrata.quant.weights import balance_from_weights, centre_from_bias, is_plain
+from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of
+from kvstrata.quant.weights import balance_from_weights, centre_from_weights
 
 FAR = 1024  # position whose angle resolves slow pairs, which a 16-bit row at position 1 does not
 
@@ -56,12 +57,14 @@ def calibration_of(
         module: owner of the layer: children with ``num_heads``, ``num_kv_heads`` and ``head_size`` (a fused
             projection), or ``q_proj`` and ``k_proj``; a RoPE with ``cos_sin_cache`` and ``is_neox_style``.
         heads, kv_heads, dim: sizes of the layer on this rank.
-        turned: True if the model has RoPE, for a module without one.
+        has_rope: True if the model has RoPE, for a module without one.
 
-    A balance of ones is left out. Quantised weights give only a centre, from the bias of K.
+    A balance of ones is left out. Quantised weights give a balance only from norms of Q and K, and a centre only from
+    the bias of K.
     """
     children: dict[str, Any] = dict(module.named_children())
-    if norm := next((name for name in children if "norm" in name), None):
+    known = {name for names in NORMS for name in names}
+    if norm := next((name for name in children if "norm" in name and name not in known), None):
         return None, f"Q or K may be normalised after its projection ({norm})"
     rope = _rope(module, children, dim, has_rope)
     if rope is None:
@@ -69,22 +72,34 @@ def calibration_of(
     projections = _projections(children, heads, kv_heads, dim)
     if projections is None:
         return None, "no projection with as many heads was found"
-    (q, _), (k, bias) = projections
-    balance = centre = None
-    if not all(bool(x.isfinite().all()) for pair in projections for x in pair if x is not None):
+    if not all(bool(x.isfinite().all()) for own in projections for x in own[:2] if x is not None):
         return None, "its weights are not finite"
-    if q is not None and k is not None:
-        balance = balance_from_weights(*projections, kv_heads, dim, *rope)
-        balance = None if balance is None or bool((balance == 1).all()) else balance
-    if bias is not None:
-        centre = centre_from_bias(bias, kv_heads, dim, *rope)
-        centre = None if centre is None or not bool(centre.any()) else centre
+    normed = []
+    for projection, names in zip(projections, NORMS, strict=True):
+        norms = [children[name] for name in names if children.get(name) is not None]
+        own = [_norm(norm, dim) for norm in norms]
+        if None in own or len(own) > 1:
+            return None, f"Q or K is normalised in an unknown way ({type(norms[0]).__name__})"
+        normed.append(projection._replace(norm=own[0]) if own else projection)
+    q, k = normed
+    balance = balance_from_weights(q, k, kv_heads, dim, *rope)
+    balance = None if balance is None or bool((balance == 1).all()) else balance
+    centre = centre_from_weights(k, kv_heads, dim, *rope)
+    centre = None if centre is None or not bool(centre.any()) else centre
     if centre is not None and balance is not None:
         centre = centre / balance
     parts = [name for name, x in (("balance", balance), ("centre", centre)) if x is not None]
-    if not parts:
-        return None, "its weights need none" if k is not None else "its weights are quantised, and K has no bias"
-    return LayerCalibration(balance, centre), " and ".join(parts)
+    if parts:
+        return LayerCalibration(balance, centre), " and ".join(parts)
+    is_known = all(own.weight is not None or own.norm is not None for own in (q, k))
+    return None, "its weights need none" if is_known else "its weights are quantised, and K has no bias"
+
+
+def _norm(norm: torch.nn.Module, dim: int) -> Norm | None:
+    """A norm, if it has a forward in torch operators; others may be kernels or communicate between ranks."""
+    is_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    forward = norm.forward if is_torch else getattr(norm, "forward_native", None)
+    return None if forward is None else norm_of(getattr(norm, "weight", None), dim, forward)
 
 
 def update(calibration: LayerCalibration | None, own: LayerCalibration | None) -> None:
@@ -100,10 +115,8 @@ def update(calibration: LayerCalibration | None, own: LayerCalibration | None) -
         calibration.centre.copy_(torch.zeros_like(calibration.centre) if centre is None else centre)
 
 
-def _projections(
-    children: dict[str, Any], heads: int, kv_heads: int, dim: int
-) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
-    """Weight and bias of Q and of K; None for each that is not a plain floating-point tensor."""
+def _projections(children: dict[str, Any], heads: int, kv_heads: int, dim: int) -> tuple[Projection, Projection] | None:
+    """Projections of Q and K; None if there are none with these heads."""
     sizes = [heads * dim, kv_heads * dim]
     for child in children.values():
         if all(hasattr(child, name) for name in ("num_heads", "num_kv_heads", "head_size")):
@@ -112,7 +125,7 @@ def _projections(
             weight, bias = (getattr(child, name, None) for name in ("weight", "bias"))
             rows = sum(sizes) + kv_heads * int(getattr(child, "v_head_size", dim))
             (q, k), (q_bias, k_bias) = (_rows(x, rows, sizes) for x in (weight, bias))
-            return (q, q_bias), (k, k_bias)
+            return Projection(q, q_bias), Projection(k, k_bias)
     linears = [children.get(name) for name in ("q_proj", "k_proj")]
     if None in linears:
         return None
@@ -120,7 +133,7 @@ def _projections(
         [_rows(getattr(linear, name, None), size, [size])[0] for name in ("weight", "bias")]
         for linear, size in zip(linears, sizes, strict=True)
     )
-    return (q, q_bias), (k, k_bias)
+    return Projection(q, q_bias), Projection(k, k_bias)
 
 
 def _rows(x: Any, rows: int, sizes: list[int]) -> list[torch.Tensor | None]:

@@ -1,14 +1,19 @@
-"""Projections of Q and K of an attention module: rows of ``q_proj`` and ``k_proj``, or of one fused projection."""
+"""Projections of Q and K of an attention module, and the norms that follow them.
+
+Rows are those of ``q_proj`` and ``k_proj``, or of one fused projection.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from transformers.pytorch_utils import Conv1D
 
-from kvstrata.quant.weights import is_plain
+from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of
 
 try:
     from accelerate.utils import align_module_device, has_offloaded_params
@@ -22,14 +27,6 @@ FUSED = {
     "Phi3Attention": ("qkv_proj", False),
     "Phi4MultimodalAttention": ("qkv_proj", False),
 }
-NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-
-
-class Projection(NamedTuple):
-    """Rows KV head by KV head, Q with its query heads. None for what is missing, quantised, adapted or not known."""
-
-    weight: torch.Tensor | None = None  # [rows, inputs]
-    bias: torch.Tensor | None = None  # [rows]
 
 
 def linears(module: torch.nn.Module) -> list[Any]:
@@ -39,36 +36,57 @@ def linears(module: torch.nn.Module) -> list[Any]:
     return [getattr(module, name, None) for name in names]
 
 
-def are_normed(module: torch.nn.Module) -> bool:
-    """True if Q or K is normalised after its projection."""
-    return any(getattr(module, name, None) is not None for name in NORMS)
+def norms(module: torch.nn.Module) -> list[Any]:
+    """The norms that follow the projections of Q and K; None for none."""
+    found = ([getattr(module, name, None) for name in names] for names in NORMS)
+    return [next((norm for norm in own if norm is not None), None) for own in found]
 
 
 def of_q_and_k(module: torch.nn.Module, kv_heads: int, dim: int) -> tuple[Projection, Projection]:
     """Projections of Q and K; of distributed weights, the rows of this rank."""
-    if are_normed(module):
-        return Projection(), Projection()
-    layers = linears(module)
+    layers, q_norm, k_norm = linears(module), *norms(module)
     rows = [_values(layer) for layer in layers]
     if len(rows) == 2:
-        return rows[0], rows[1]
-    if isinstance(layers[0], torch.nn.Module) and any(isinstance(x, DTensor) for x in layers[0].parameters()):
+        q, k = rows
+    elif isinstance(layers[0], torch.nn.Module) and any(isinstance(x, DTensor) for x in layers[0].parameters()):
         return Projection(), Projection()  # which of them are Q, K and V depends on the plan
-    _, by_head = FUSED[type(module).__name__]
-    (q, k), (q_bias, k_bias) = (_split(x, kv_heads * dim, kv_heads, by_head) for x in rows[0])
-    return Projection(q, q_bias), Projection(k, k_bias)
+    else:
+        _, by_head = FUSED[type(module).__name__]
+        (q_rows, k_rows), (q_bias, k_bias) = (_split(x, kv_heads * dim, kv_heads, by_head) for x in rows[0][:2])
+        q, k = Projection(q_rows, q_bias), Projection(k_rows, k_bias)
+    return _with_norm(q, q_norm, dim), _with_norm(k, k_norm, dim)
+
+
+@contextmanager
+def _present(layer: Any) -> Iterator[None]:
+    """Context in which a layer has the weights that accelerate keeps elsewhere between forwards."""
+    if has_offloaded_params is None or not has_offloaded_params(layer):
+        yield
+        return
+    with align_module_device(layer, "cpu"):
+        yield
 
 
 def _values(layer: Any) -> Projection:
-    """Weight and bias of a layer, fetched if accelerate keeps them elsewhere between forwards."""
-    given = [getattr(layer, name, None) for name in Projection._fields]
-    if has_offloaded_params is not None and has_offloaded_params(layer):
-        with align_module_device(layer, "cpu"):
-            given = [getattr(layer, name, None) for name in Projection._fields]
-    weight, bias = map(_local, given)
+    """Weight and bias of a layer."""
+    with _present(layer):
+        weight, bias = (_local(getattr(layer, name, None)) for name in ("weight", "bias"))
     if not isinstance(layer, (torch.nn.Linear, Conv1D)):  # such as an adapter, whose own weights are to be added
         weight = None
     return Projection(weight.mT if isinstance(layer, Conv1D) and weight is not None else weight, bias)
+
+
+def _with_norm(projection: Projection, norm: Any, dim: int) -> Projection:
+    """The projection with the norm that follows it; nothing if that is unknown."""
+    if norm is None:
+        return projection
+    known = _norm(norm, dim)
+    return Projection() if known is None else projection._replace(norm=known)
+
+
+def _norm(norm: Any, dim: int) -> Norm | None:
+    with _present(norm):
+        return norm_of(getattr(norm, "weight", None), dim, lambda x: type(norm).forward(norm, x))
 
 
 def _local(x: Any) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import torch
 
 from kvstrata.quant import weights
 from kvstrata.quant.calibration import LayerCalibration
+from kvstrata.quant.projection import is_plain
 
 from . import projections
 from . import rope as rope_of
@@ -40,13 +41,13 @@ def balance_of(
     """
     rope = rope if rope_of.applies(module) else ()
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
-    linears = projections.linears(module)
-    given = [getattr(linear, name, None) for linear in linears for name in ("weight", "bias")]
+    layers = [*projections.linears(module), *projections.norms(module)]
+    given = [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
         return _balance_of(module, *sizes)
-    versions = ((id(x), x.data_ptr() if weights.is_plain(x) else 0, x._version) for x in tensors)
-    key = (*sizes, projections.are_normed(module), *map(type, linears), *versions)
+    versions = ((id(x), x.data_ptr() if is_plain(x) else 0, x._version) for x in tensors)
+    key = (*sizes, *map(type, layers), *versions)
     known = _balances.get(module)
     if known is None or known[0] != key:
         with torch.inference_mode(False), torch.no_grad():
@@ -59,24 +60,20 @@ def _balance_of(
 ) -> torch.Tensor | None:
     if rope and is_interleaved is None:
         return None
-    q, k = projections.of_q_and_k(module, kv_heads, dim)
-    if q.weight is None or k.weight is None:
-        return None
-    known = (q.weight, q.bias), (k.weight, k.bias)
-    return weights.balance_from_weights(*known, kv_heads, dim, rope, bool(is_interleaved))
+    own = projections.of_q_and_k(module, kv_heads, dim)
+    return weights.balance_from_weights(*own, kv_heads, dim, rope, bool(is_interleaved))
 
 
 @torch.no_grad()
 def centre_of(
     module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
 ) -> torch.Tensor | None:
-    """Centre ``[kv_heads, D]`` of K, not divided by a balance: the bias of its projection, averaged over the horizon's
-    positions; None without a bias.
+    """Centre ``[kv_heads, D]`` of K, not divided by a balance; None if the weights do not determine it.
 
     Arguments are those of `balance_of`.
     """
     rope = rope if rope_of.applies(module) else ()
-    _, k = projections.of_q_and_k(module, kv_heads, dim)
-    if k.bias is None or (rope and is_interleaved is None):
+    if rope and is_interleaved is None:
         return None
-    return weights.centre_from_bias(k.bias, kv_heads, dim, rope, bool(is_interleaved))
+    _, k = projections.of_q_and_k(module, kv_heads, dim)
+    return weights.centre_from_weights(k, kv_heads, dim, rope, bool(is_interleaved))
