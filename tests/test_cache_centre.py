@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -225,8 +226,15 @@ def test_a_mask_per_token_gives_the_centre_of_a_mask_per_value(rope: tuple[float
 @pytest.mark.parametrize(("dim", "pairs", "rows_given"), [(64, 32, 700), (64, 24, 3), (32, 16, 3 * 1024), (48, 1, 33)])
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("interleaved", [None, False, True])
 def test_compiled_loops_give_the_centre_of_torch(
-    dim: int, pairs: int, rows_given: int, broken: bool, far: bool, monkeypatch: pytest.MonkeyPatch
+    dim: int,
+    pairs: int,
+    rows_given: int,
+    broken: bool,
+    far: bool,
+    interleaved: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the last bit, whatever positions are missing and with values that take no part."""
     generator = torch.Generator().manual_seed(dim + pairs)
@@ -239,9 +247,46 @@ def test_compiled_loops_give_the_centre_of_torch(
     place = torch.randperm(3 * centre_module.CENTRE_TOKENS, generator=generator)[:rows_given]
     slots = place // centre_module.CENTRE_TOKENS, place % centre_module.CENTRE_TOKENS
     rope = [1e4 ** -(i / pairs) for i in range(pairs)]
-    arguments = (k, slots, (1, 3), rope, torch.tensor([2048]))
+    arguments = (k, slots, (1, 3), (rope, interleaved), torch.tensor([2048]))
     found = centre_module._of_rows(*arguments)
     monkeypatch.setattr(centre_module, "_numba", lambda device: None)
     want = centre_module._of_rows(*arguments)
     assert want.any()
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_known_pairing_does_not_mix_channels_of_other_sizes(interleaved: bool) -> None:
+    """Pairs of K without a common part, of sizes from 1/30 to 30: the other pairing has longer means by chance."""
+    rope = [1e4 ** -(i / 16) for i in range(16)]
+    largest = dict.fromkeys((None, interleaved), 0.0)
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        size = 30.0 ** (torch.rand(16, generator=generator) * 2 - 1)
+        size = size.repeat_interleave(2) if interleaved else size.repeat(2)
+        k = size * torch.randn(40, 1, 32, generator=generator)
+        for known in largest:
+            cache = make(heads=1, dim=32, rope=rope, interleaved=known, recent_tokens=4)
+            cache.append(0, k, k)
+            centre = cache.centre[0, 0] / size
+            largest[known] = max(largest[known], float(centre.square().mean().sqrt()))
+    assert largest[interleaved] < 0.5
+    assert largest[None] > 2
+
+
+def test_the_other_pairing_is_never_taken() -> None:
+    """Even where it has the longer means; a copy and an argument say the same."""
+    rope, k = [1e4 ** -(i / 16) for i in range(16)], torch.randn(40, 2, 32)
+    halves, neighbours, unknown = (
+        make(dim=32, rope=rope, interleaved=known, recent_tokens=16) for known in (False, True, None)
+    )
+    later = make(dim=32, rope=rope, recent_tokens=16)
+    later.set_interleaved(True)
+    later = copy.deepcopy(later)
+    for cache in (halves, neighbours, unknown, later):
+        cache.append(0, k, k)
+    assert not torch.equal(halves.centre, neighbours.centre)
+    assert torch.equal(later.centre, neighbours.centre)
+    assert any(torch.equal(unknown.centre, cache.centre) for cache in (halves, neighbours))
+    with pytest.raises(ValueError, match="interleaved: expected True, False or None, got 'no'"):
+        make(interleaved="no")

@@ -43,7 +43,7 @@ def turned(x: torch.Tensor, rope: list[float], start: int, neighbours: bool) -> 
     return out
 
 
-def reference(k: torch.Tensor, rope: tuple[float, ...], most: int) -> torch.Tensor:
+def reference(k: torch.Tensor, rope: tuple[float, ...], most: int, interleaved: bool | None = None) -> torch.Tensor:
     """Centres ``[heads, D]`` of all rows ``k [n, heads, D]`` from position 0 on, by centre.py."""
     table = torch.zeros(1, HEADS, centre.CENTRE_TOKENS, k.shape[2])
     first = k[: centre.CENTRE_TOKENS].float().transpose(0, 1)
@@ -51,7 +51,7 @@ def reference(k: torch.Tensor, rope: tuple[float, ...], most: int) -> torch.Tens
     takes_part = torch.zeros_like(table, dtype=torch.bool)
     takes_part[0, :, : first.shape[1]] = first.abs() <= quant.LARGEST
     positions = centre.horizon(torch.tensor([len(k)]), most)
-    return centre.centre_of(torch.where(takes_part, table, 0.0), takes_part, rope, positions)[0]
+    return centre.centre_of(torch.where(takes_part, table, 0.0), takes_part, rope, positions, interleaved)[0]
 
 
 def computed(
@@ -97,10 +97,13 @@ def rows(n: int, dim: int, rope: list[float], neighbours: bool, seed: int = 0) -
         (256, 32, torch.float32), (256, 128, torch.bfloat16), (128, 0, torch.float16),
     ],
 )  # fmt: skip
-def test_centres_are_those_of_the_reference(device: str, dim: int, pairs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [None, False, True])
+def test_centres_are_those_of_the_reference(
+    device: str, dim: int, pairs: int, dtype: torch.dtype, interleaved: bool | None
+) -> None:
     """Stored rows, new ones and both; places of either pairing and of neither; values that do not take part."""
     rope = [1e4 ** -(i / pairs) for i in range(pairs)]
-    cache = make(device, dim, dtype=dtype, rope=rope or None)
+    cache = make(device, dim, dtype=dtype, rope=rope or None, interleaved=interleaved)
     k, stored = {}, {}
     for place, n, old, neighbours in (((0, 0), 90, 90, False), ((1, 1), 1300, 70, True), ((2, 0), 1100, 0, False)):
         x = rows(n, dim, rope, neighbours, seed=n)
@@ -111,7 +114,7 @@ def test_centres_are_those_of_the_reference(device: str, dim: int, pairs: int, d
         k[place], stored[place] = x.to(dtype), old
     out = computed(cache, k, stored, strided=dim != 128)
     for number, ((request, layer), x) in enumerate(k.items()):
-        want = reference(x, cache.rope, cache.max_tokens)
+        want = reference(x, cache.rope, cache.max_tokens, interleaved)
         torch.testing.assert_close(out[number].cpu(), want, rtol=1e-5, atol=1e-5)
         assert torch.equal(cache.centre[request, layer], out[number])
         assert cache._centred[request, layer]

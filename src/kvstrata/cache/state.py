@@ -49,6 +49,7 @@ class CacheState:
     decay: float
     debug: bool
     rope: tuple[float, ...]
+    interleaved: bool | None  # how RoPE pairs channels, see `centre_of`
     position_dtype: torch.dtype
     page_formats: tuple[PageFormat, ...]
     formats: tuple[Format, ...]

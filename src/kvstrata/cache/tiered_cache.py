@@ -80,6 +80,7 @@ class TieredCache(RequestOperations):
         decay: decay of the moving average per query, in [0, 1).
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
+        interleaved: True if RoPE pairs channels (2i, 2i + 1), False for (i, i + n); None recognises it by the rows.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
             equal rows that pass through the same tiers then have equal codes, whatever else a request or a batch holds.
         sensitivity: one number per layer, the relative cost of rounding its K and V; layers with a higher one get more
@@ -125,6 +126,7 @@ class TieredCache(RequestOperations):
         importance: str = "mean",
         decay: float = 0.9,
         rope: Sequence[float] | None = None,
+        interleaved: bool | None = None,
         calibration: Calibration | None = None,
         sensitivity: Sequence[float] | None = None,
         balance: bool = False,
@@ -159,6 +161,7 @@ class TieredCache(RequestOperations):
             self.device = torch.empty(0, device=self.device).device  # with its index
         self.decay, self.debug = decay, debug
         self.rope = self._arguments["rope"] = check_rope(rope, head_dim)
+        self.set_interleaved(interleaved)
         if calibration is not None:
             if not isinstance(calibration, Calibration):
                 raise TypeError(f"calibration: expected a Calibration, got {type(calibration).__name__}")
@@ -296,6 +299,12 @@ class TieredCache(RequestOperations):
         books.check(self)
 
     # Writing and settling
+
+    def set_interleaved(self, interleaved: bool | None) -> None:
+        """Set how RoPE pairs channels, as the argument ``interleaved`` does; for centres that are not fixed yet."""
+        if interleaved not in (None, False, True):
+            raise ValueError(f"interleaved: expected True, False or None, got {interleaved!r}")
+        self.interleaved = self._arguments["interleaved"] = interleaved
 
     def set_balance(self, layer: int, balance: torch.Tensor, requests: Sequence[int] | None = None) -> None:
         """Set the balance of requests that have no tokens in a layer yet (`kvstrata.quant.calibration.pair_balance`).

@@ -52,6 +52,7 @@ def of_first_prompt(
     ``real`` it is uploaded, and the host waits for that.
     """
     turned, first = rope_of.interleaved(module), slice(columns_needed(new))
+    rope = rope if rope_of.applies(module) else ()
     if real is None:
         real = torch.from_numpy(new).to(key.device, non_blocking=True)
     own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)

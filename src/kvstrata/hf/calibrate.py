@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from . import attention, balance, support
 from .cache import StrataCache
 from .hybrid import HybridLayer
 from .layer import StrataLayer
-from .rope import frequencies, interleaved
+from .rope import interleaved, layer_frequencies
 from .window import WindowLayer, window_of
 
 HORIZON = 4096  # positions over which centres are averaged, or the model's context if that is less
 
 
 def _statistics(
-    layer: _Recorder | _WindowRecorder, call: attention.AttentionCall, rope: Sequence[float], has_tiers: bool
+    layer: _Recorder | _WindowRecorder, call: attention.AttentionCall, kind: str, has_tiers: bool
 ) -> LayerCalibration:
     """Balance and centre of a layer, from K and Q of one call without padding."""
     query, key = call.query, call.key
@@ -30,7 +29,7 @@ def _statistics(
         if not bool(x.isfinite().all()):
             raise ValueError(f"model: expected finite {name} in layer {layer.place}, got NaN or infinity")
     real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
-    turned = interleaved(call.module)
+    rope, turned = layer_frequencies(call.module, layer.owner._text, key.shape[3], kind), interleaved(call.module)
     k, whole, q, _ = balance.squares(query, key, real, rope, turned)
     own = balance.from_squares(k.mean(0), whole.mean(0), q.mean(0), rope, turned, has_tiers)
     rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
@@ -38,7 +37,7 @@ def _statistics(
     present[:, :, : balance.SINKS] = False  # attention sinks
     ahead = max(min(HORIZON, support.context(layer.owner._text) or HORIZON), rows.shape[2])
     horizon = torch.full((len(rows),), ahead, device=rows.device)
-    centre = centre_of(rows * present, present, rope, horizon).mean(0)
+    centre = centre_of(rows * present, present, rope, horizon, turned).mean(0)
     return LayerCalibration(own.cpu(), (centre / own).float().cpu())
 
 
@@ -57,7 +56,7 @@ class _Recorder(StrataLayer):
     statistics = LayerCalibration()  # of a layer that is left plain for the shape of its K and V
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        self.statistics = _statistics(self, call, self.owner.unfinished.rope, has_tiers=True)
+        self.statistics = _statistics(self, call, "full_attention", has_tiers=True)
         return _attend(self, call)
 
 
@@ -71,8 +70,7 @@ class _WindowRecorder(WindowLayer):
     statistics = LayerCalibration()
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        rope = frequencies(self.owner._text, call.key.shape[3], "sliding_attention") or []
-        self.statistics = _statistics(self, call, rope, has_tiers=False)
+        self.statistics = _statistics(self, call, "sliding_attention", has_tiers=False)
         return _attend(self, call)
 
 

@@ -52,7 +52,7 @@ class Sample:
     Args:
         query: ``[heads, n, D]``, the request's first n tokens; key, value: ``[kv_heads, n, D]``.
         balance, centre: ``[kv_heads, D]`` of K; None is no balance, and a centre that is estimated from the rows.
-        rope: radians per position of K's rotated pairs; ``ahead`` positions are averaged over for the centre.
+        rope, interleaved: of K's rotated pairs, see `centre_of`; the centre is that of ``ahead`` positions.
         plain: numbers of sink and recent tokens, which stay at 16 bit.
     """
 
@@ -66,6 +66,7 @@ class Sample:
         balance: torch.Tensor | None,
         centre: torch.Tensor | None,
         rope: Sequence[float],
+        interleaved: bool | None,
         ahead: torch.Tensor,
         plain: tuple[int, int],
     ) -> None:
@@ -81,7 +82,7 @@ class Sample:
         self.balance = torch.ones_like(self.k[:, :1]) if balance is None else balance.unsqueeze(1)
         if centre is None:
             present = torch.ones_like(self.k[None, ..., :1], dtype=torch.bool)
-            centre = centre_of(self.k[None], present, rope, ahead)[0]
+            centre = centre_of(self.k[None], present, rope, ahead, interleaved)[0]
         self.centre = centre.unsqueeze(1)
         self.truth = self._attend(self.k, self.v)
 
@@ -101,7 +102,7 @@ class Sample:
         return cls(
             query, key, value, logits, balance=None if balance is None else balance[0],
             centre=cache.centre[request, layer] if cache._centred[request, layer] else None, rope=cache.rope,
-            ahead=horizon(torch.tensor([tokens], device=query.device), cache.max_tokens),
+            interleaved=cache.interleaved, ahead=horizon(torch.tensor([tokens], device=query.device), cache.max_tokens),
             plain=(cache.sink_tokens, cache.recent_tokens),
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from .logits import Logits
 from .mass import MassLedger, prompt_mass
 from .owned import Owned
 from .prompts import Prompts, PromptSettings
-from .rope import interleaved
+from .rope import applies, interleaved
 from .steps import Steps, stored_rows, strata_decode
 
 DECODE_QUERIES = 16  # more new tokens than this are a prompt
@@ -162,6 +162,8 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             return out
         tiered = self.owner.unfinished
         few = queries <= min(DECODE_QUERIES, tiered.recent_tokens)
+        if not self.columns and self.index == 0:
+            tiered.set_interleaved(interleaved(module))
         try:
             real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)
             if self.columns + queries > tiered.max_tokens:
@@ -208,7 +210,10 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
                 query, key, value, mask, model_attention
             )
         settings = PromptSettings(
-            owner.importance_queries if owner.uses_mass else None, owner.balances, interleaved(module)
+            owner.importance_queries if owner.uses_mass else None,
+            owner.balances,
+            interleaved(module),
+            applies(module),
         )
         owner.prompts.add(tiered, self.index, query, key, value, real, logits, settings, owner.guard)
         if self.index == tiered.layers - 1:

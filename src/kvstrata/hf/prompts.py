@@ -40,11 +40,12 @@ BALANCE_ROWS = 4  # rows whose balance torch estimates at a time, since it copie
 
 
 class PromptSettings(NamedTuple):
-    """Settings of a prompt, the same in all layers."""
+    """Settings of a prompt, the same in all layers that are stored together."""
 
     limit: int | None  # maximum number of queries sampled for mass; None computes no mass
     estimates: bool  # True if the balance of K is estimated from the prompt
-    is_interleaved: bool | None  # how RoPE pairs channels, see `balance.interleaved`
+    is_interleaved: bool | None  # how RoPE pairs channels, see `rope.interleaved`
+    has_rope: bool  # see `rope.applies`
 
 
 class QueuedLayer(NamedTuple):
@@ -247,7 +248,8 @@ class Prompts:
             key = by_head[begin * rows : (begin + step) * rows, :, :count]
             many = len(query) // rows
             present, has_tiers = real.repeat(many, 1), settings.limit is not None
-            own, _ = balance.from_prompt(query, key, present, cache.rope, settings.is_interleaved, has_tiers)
+            rope = cache.rope if settings.has_rope else ()
+            own, _ = balance.from_prompt(query, key, present, rope, settings.is_interleaved, has_tiers)
             power = exponents(own).unflatten(0, (many, rows)).transpose(0, 1)
             cache.balance[:rows, layers[begin] : layers[begin] + many] = power
 

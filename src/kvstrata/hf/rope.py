@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
+import textwrap
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -35,14 +38,91 @@ def frequencies(config: Any, head_dim: int, kind: str = "full_attention") -> lis
     return radians.tolist() if 2 * len(radians) <= head_dim else None
 
 
+def layer_frequencies(module: torch.nn.Module, config: Any, head_dim: int, kind: str) -> tuple[float, ...]:
+    """`frequencies` of one layer, empty if its attention module does not rotate K or if they are unknown."""
+    return tuple(frequencies(config, head_dim, kind) or ()) if applies(module) else ()
+
+
 def applies(module: torch.nn.Module) -> bool:
-    """False if an attention module says that it leaves out RoPE (SmolLM3, Llama 4)."""
-    return bool(getattr(module, "use_rope", True))
+    """False if an attention module leaves out RoPE: its forward does so under conditions on its attributes.
+
+    Some models have RoPE only in some layers (Cohere 2, EXAONE 4, SmolLM3, Llama 4), or only in some sizes (Granite 4).
+    """
+    places = _conditions(type(module))
+    known = {"__builtins__": {}, "self": module, "position_embeddings": _position_embeddings(module)}
+    return not places or any(all(_holds(test, known) for test in tests) for tests in places)
+
+
+def _position_embeddings(module: Any) -> object:
+    """None if the model passes none to this layer, otherwise something else."""
+    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    thetas = getattr(config, "layer_rope_theta", None)
+    if thetas and isinstance(place, int) and place < len(thetas) and not thetas[place]:
+        return None
+    has_rope = getattr(config, "position_embedding_type", None) in ("rope", "rotary", None)
+    return (None, None) if has_rope else None
+
+
+def _holds(test: CodeType, known: dict[str, Any]) -> bool:
+    try:
+        return bool(eval(test, known))  # attributes and comparisons only, see `_conditions`
+    except (AttributeError, TypeError, KeyError, IndexError):
+        return True
+
+
+@lru_cache(maxsize=64)
+def _conditions(kind: Any) -> tuple[tuple[CodeType, ...], ...]:
+    """For each call that rotates Q and K in the forward of an attention class, the conditions under which it runs.
+
+    Only conditions on attributes of the module are kept, without calls.
+    """
+    try:
+        forward = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return ()
+    places = []
+    waiting: list[tuple[ast.AST, tuple[CodeType, ...]]] = [(forward, ())]
+    while waiting:
+        node, tests = waiting.pop()
+        if isinstance(node, ast.Call) and "rot" in ast.unparse(node.func).lower():
+            places.append(tests)
+        if isinstance(node, ast.If):
+            otherwise = ast.UnaryOp(ast.Not(), node.test)
+            for part, test in ((node.body, node.test), (node.orelse, otherwise)):
+                waiting += [(child, (*tests, *_compiled(test))) for child in part]
+        else:
+            waiting += [(child, tests) for child in ast.iter_child_nodes(node)]
+    return tuple(places)
+
+
+def _compiled(test: ast.expr) -> list[CodeType]:
+    """A condition on attributes of the module; nothing for others."""
+    nodes = list(ast.walk(test))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if names - {"self", "position_embeddings"} or any(isinstance(node, ast.Call) for node in nodes):
+        return []
+    return [compile(ast.fix_missing_locations(ast.Expression(test)), "<forward>", "eval")]
+
+
+@lru_cache(maxsize=64)
+def _pairing(kind: Any) -> bool | None:
+    half = _rotate_half(kind)
+    if half is not None:
+        turned = half(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
+        return {5.0: False, 2.0: True}.get(turned[0])
+    found = {_pairing_of(function) for function in _applied(kind)} - {None}
+    return found.pop() if len(found) == 1 else None
 
 
 def interleaved(module: torch.nn.Module) -> bool | None:
     """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    return _interleaved(_rotate_half(type(module)))
+    return _pairing(type(module))
+
+
+def _applied(kind: Any) -> list[Any]:
+    """The functions of its file that rotate Q and K in an attention class."""
+    scope = vars(sys.modules.get(kind.__module__, object))
+    return [scope[name] for name in _names(kind.forward) if "rot" in name and callable(scope.get(name))]
 
 
 def _rotate_half(kind: Any) -> Any:
@@ -50,21 +130,35 @@ def _rotate_half(kind: Any) -> Any:
 
     A file with several models has several: the one that the class's forward calls counts.
     """
+    halves = {name for function in _applied(kind) for name in _names(function) if name.startswith("rotate_half")}
     scope = vars(sys.modules.get(kind.__module__, object))
-    applied = [scope[name] for name in _names(kind.forward) if "rot" in name and callable(scope.get(name))]
-    halves = {name for function in applied for name in _names(function) if name.startswith("rotate_half")}
     return scope.get(halves.pop() if len(halves) == 1 else "rotate_half")
+
+
+def _pairing_of(function: Any) -> bool | None:
+    """`interleaved` of a function that takes Q, K and cos and sin, or complex numbers (GPT-OSS, Llama 4)."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    angle = torch.full((1, 1, 8), 0.5, device="cpu")
+    tries = [{"cos": x.cos(), "sin": x.sin()} for x in (angle[..., :4], angle)]
+    tries += [{"freqs_cis": torch.polar(torch.ones_like(angle[..., :4]), angle[..., :4])}]
+    row = torch.zeros(1, 1, 1, 8, device="cpu")
+    row[..., 0] = 1.0
+    for given in tries:
+        if not set(given) <= set(names):
+            continue
+        try:
+            turned = function(row, row, **given)[1]
+        except (RuntimeError, TypeError, IndexError):
+            continue
+        other = turned.flatten().abs()[1:].nonzero().flatten().tolist()  # where the first channel goes
+        return {(3,): False, (0,): True}.get(tuple(other))
+    return None
 
 
 def _names(function: Any) -> tuple[str, ...]:
     """Names that a Python function refers to."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return () if code is None else code.co_names
-
-
-@lru_cache(maxsize=64)
-def _interleaved(function: Any) -> bool | None:
-    if function is None:
-        return None
-    turned = function(torch.arange(1.0, 9.0, device="cpu")).abs().tolist()
-    return {5.0: False, 2.0: True}.get(turned[0])

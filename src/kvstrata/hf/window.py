@@ -29,7 +29,7 @@ from .forward import Forward
 from .guard import MOST, Sample, WindowGuard
 from .logits import Logits
 from .owned import Owned
-from .rope import frequencies
+from .rope import interleaved, layer_frequencies
 from .steps import Steps
 from .window_counts import Geometry, RowCounts, StepSlots, behind_padding
 from .window_prompts import Setting, WindowPrompts
@@ -218,11 +218,11 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
     def setting(self, call: attention.AttentionCall) -> Setting:
         """Setting of a first prompt."""
         owner, calibrated = self.owner, self.given() is not None
-        rope = frequencies(owner._text, call.key.shape[3], "sliding_attention") or []
+        rope = layer_frequencies(call.module, owner._text, call.key.shape[3], "sliding_attention")
         balanced = not calibrated and owner.options.get("balance") is not False
         return Setting(
-            type(call.module), tuple(rope), call.logits.softcap is None, calibrated, balanced, self.format,
-            (self.recent_tokens, self.ring), (self.dtype, self.device),
+            type(call.module), rope, interleaved(call.module), call.logits.softcap is None, calibrated, balanced,
+            self.format, (self.recent_tokens, self.ring), (self.dtype, self.device),
             (call.query.shape, call.key.shape, call.key.dtype),
         )  # fmt: skip
 
@@ -253,7 +253,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             chosen = slice(MOST) if real is None else real[row].nonzero().flatten()[:MOST]
             q, k, v = (x[row].detach()[:, chosen] for x in (call.query, call.key, call.value))
             sample = Sample(
-                q, k, v, call.logits, balance=own.balance[row], rope=own.rope,
+                q, k, v, call.logits, balance=own.balance[row], rope=own.rope, interleaved=own.interleaved,
                 centre=None if own.centres else own.centre[row] * own.balance[row],
                 ahead=torch.tensor([HORIZON], device=k.device), plain=(0, self.recent_tokens),
             )  # fmt: skip

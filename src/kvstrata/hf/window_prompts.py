@@ -48,6 +48,7 @@ class Setting(NamedTuple):
 
     module: Any  # class of the model's attention
     rope: tuple[float, ...]
+    interleaved: bool | None
     centres: bool  # K has a centre
     calibrated: bool  # balance and centre are from a calibration
     balanced: bool  # the balance is estimated
@@ -102,7 +103,7 @@ class Group(WindowRings):
         self.allocate(layers * rows, key.shape[1], key.shape[3])
         parts = [slice(i * rows, (i + 1) * rows) for i in range(layers)]
         own, setting = self.calibration, self.setting
-        own.rope, own.centres = list(setting.rope), setting.centres
+        own.rope, own.interleaved, own.centres = list(setting.rope), setting.interleaved, setting.centres
         if setting.balanced:
             tokens = np.tile(self.tokens, (layers, 1))
             all_real = torch.ones((), dtype=torch.bool, device=self.device).expand(self.tokens.shape)

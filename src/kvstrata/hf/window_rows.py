@@ -48,6 +48,7 @@ class RowCalibration(Copied):
             self.balance = torch.ones(rows, kv_heads, dim, dtype=torch.float32, device=device)
             self.centre = torch.zeros_like(self.balance)
         self.rope: list[float] = []
+        self.interleaved: bool | None = None  # how RoPE pairs channels, see `centre_of`
         self.centres = True  # rows get a centre; not with a softcap, which applies to complete scores
 
     def adopt(self, given: LayerCalibration) -> None:
@@ -70,7 +71,8 @@ class RowCalibration(Copied):
             k = key.index_select(0, index).float() / self.balance.index_select(0, index).unsqueeze(2)
             present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
             present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
-            centre = centre_of(torch.where(present, k, 0.0), present, self.rope, torch.full_like(tokens, HORIZON))
+            k, ahead = torch.where(present, k, 0.0), torch.full_like(tokens, HORIZON)
+            centre = centre_of(k, present, self.rope, ahead, self.interleaved)
             self.centre.index_copy_(0, index, centre)
 
     def slice(self, rows: slice) -> RowCalibration:
@@ -108,7 +110,7 @@ class RowCalibration(Copied):
         return {"balance": self.balance, "centre": self.centre}
 
     def numbers(self) -> dict[str, Any]:
-        return {"rope": self.rope, "centres": self.centres}
+        return {"rope": self.rope, "interleaved": self.interleaved, "centres": self.centres}
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restore from `numbers` and `tensors`; raises KeyError or ValueError for anything else."""
@@ -118,3 +120,4 @@ class RowCalibration(Copied):
         self.balance.copy_(tensors["balance"])
         self.centre.copy_(tensors["centre"])
         self.rope, self.centres = numbers["rope"], numbers["centres"]
+        self.interleaved = numbers.get("interleaved")

@@ -69,6 +69,7 @@ def _settings(cache: CacheState) -> dict[str, Any]:
         "hysteresis": cache.policy.hysteresis,
         "decay": cache.decay,
         "rope": cache.rope,
+        "interleaved": cache.interleaved,
         "sensitivity": cache._arguments["sensitivity"],
     }
 

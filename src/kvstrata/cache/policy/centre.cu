@@ -2,7 +2,8 @@
 //
 //   sum     a block per place and KV head: means of its first tokens, plain and rotated back by either pairing, and the
 //           squares of their lengths; rows far above the median magnitude are left out
-//   finish  a block per place: the pairing with the longest means over all heads, rotated to the positions ahead
+//   finish  a block per place: the pairing with the longest means over all heads, rotated to the positions ahead;
+//           a pairing that is known to be wrong is skipped
 //   store   a block per place: copies to the cache, when nothing can fail any more
 //
 // Sums are taken by position in the order of centre.py, 32 at a time: they depend only on the tokens of the head.
@@ -30,6 +31,7 @@ struct Params {
   const signed char* balance;  // same shape, or null: rows, and `centres`, are divided by 2 to this power
   i64 token_stride, head_stride;  // of new rows, in bytes
   int n, places_, heads, tiers, max_pages, units, page_shift, position_offset, dim, pairs;
+  int skip;  // pairing that is not computed; kPlain is none
 };
 
 // 2 to the power of channel i, or its inverse; `powers` may be null.
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
   int* const many = reinterpret_cast<int*>(partial + 2 * kChunks * columns);
   float plain = 0.f;  // squares of this thread's two channels
   for (int pairing = kPlain; pairing < (p.pairs ? kPairings : kHalves); pairing++) {
+    if (pairing != kPlain && pairing == p.skip) continue;
     const bool turned = pairing != kPlain, takes_part = column < (turned ? p.pairs : columns);
     const int2 channel = channels(pairing, column, p.pairs);
     const i64 own = bucket / p.tiers * p.dim;
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ Params p
     if ((threadIdx.x & 31) == 0) squares[pairing][threadIdx.x / 32] = square;
     __syncthreads();
   }
-  if (threadIdx.x < (p.pairs ? kPairings : kHalves)) {
+  if (threadIdx.x < (p.pairs ? kPairings : kHalves) && (threadIdx.x == kPlain || threadIdx.x != p.skip)) {
     float length = 0.f;
     for (int warp = 0; warp < kThreads / 32; warp++) length = __fadd_rn(length, squares[threadIdx.x][warp]);
     p.lengths[blockIdx.x * kPairings + threadIdx.x] = length;
@@ -192,6 +195,7 @@ __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) 
   int pairing = kPlain;
   float longest = 0.f;
   for (int each = kPlain; each < (p.pairs ? kPairings : kHalves); each++) {
+    if (each != kPlain && each == p.skip) continue;
     float length = 0.f;
     for (int head = 0; head < p.heads; head++)
       length = __fadd_rn(length, p.lengths[(static_cast<i64>(number) * p.heads + head) * kPairings + each]);

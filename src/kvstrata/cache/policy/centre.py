@@ -7,8 +7,9 @@ are rotated back to position 0 and averaged, and the centre is the mean of the r
 horizon. For a pair of channels that rotates fast it is near 0, however few tokens there are.
 
 It need not be known how RoPE pairs channels, (i, i + n) or (2i, 2i + 1): with the right pairing, rows rotated back have
-the longest means (over all heads of a layer, which has one RoPE). If neither pairing gives longer means than the plain
-ones, the plain means are used. The origin of positions does not matter.
+the longest means (over all heads of a layer, which has one RoPE), if they have a common part. A wrong pairing mixes
+channels of different size, so a known one is better. If no pairing gives longer means than the plain ones, as in a
+layer without RoPE, the plain means are used. The origin of positions does not matter.
 
 Values that are not finite, or too large for fp16, are ignored, and so are rows whose largest magnitude is more than
 `FAR` times the median of those of their head's rows: one broken token would shift all others.
@@ -29,7 +30,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import NEW, Tokens
 from kvstrata.quant import reference as quant
 from kvstrata.quant.calibration import factors
-from kvstrata.quant.rope import mean_rotation
+from kvstrata.quant.rope import mean_rotation, pair_channels
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -119,23 +120,26 @@ def _computed(
             k *= balance[chosen.head_cache]
         slots = (row[index] * heads + chosen.head_cache % heads, chosen.position)
         positions = horizon(last[batch] + 1, cache.max_tokens)
-        yield batch, _of_rows(k, slots, (len(batch), heads), cache.rope, positions)
+        yield batch, _of_rows(k, slots, (len(batch), heads), (cache.rope, cache.interleaved), positions)
 
 
 def _of_rows(
     k: torch.Tensor,
     slots: tuple[torch.Tensor, torch.Tensor],
     shape: tuple[int, int],
-    rope: Sequence[float],
+    by_rope: tuple[Sequence[float], bool | None],
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """`centre_of` the rows ``k [n, D]``; ``slots``: head cache and position of each, ``shape``: requests and heads."""
+    rope, interleaved = by_rope
     if rope and (loops := _numba(k.device.type)) is not None:
         by = rope_tables(tuple(rope), CENTRE_TOKENS, k.device)
         means = loops.means(k, slots, shape[0] * shape[1], CENTRE_TOKENS, STRIDE, by, FAR)
-        return _ahead([x.unflatten(0, shape) for x in means], rope, positions)
+        plain, *both = (x.unflatten(0, shape) for x in means)
+        turned = both if interleaved is None else both[2:] if interleaved else both[:2]
+        return _ahead([plain, *turned], rope, positions, interleaved)
     table, takes_part = _table(k, slots, shape[0] * shape[1])
-    return centre_of(table.unflatten(0, shape), takes_part.unflatten(0, shape), rope, positions)
+    return centre_of(table.unflatten(0, shape), takes_part.unflatten(0, shape), rope, positions, interleaved)
 
 
 @lru_cache(maxsize=8)
@@ -188,7 +192,11 @@ def horizon(tokens: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def centre_of(
-    table: torch.Tensor, takes_part: torch.Tensor, rope: Sequence[float], positions: torch.Tensor
+    table: torch.Tensor,
+    takes_part: torch.Tensor,
+    rope: Sequence[float],
+    positions: torch.Tensor,
+    interleaved: bool | None = None,
 ) -> torch.Tensor:
     """Centres of the heads of requests: float32 ``[requests, heads, D]``.
 
@@ -197,6 +205,7 @@ def centre_of(
         takes_part: bool, same shape, or with one value for all of D: which values exist.
         rope: radians per position of channel pairs; empty if K is not rotated.
         positions: number of positions to average over, per request ``[requests]``.
+        interleaved: True if RoPE pairs channels (2i, 2i + 1), False for (i, i + n), None if that is unknown.
     """
     table, takes_part = _without_far_rows(table, takes_part)
     if not rope:
@@ -204,14 +213,14 @@ def centre_of(
     n = len(rope)
     cos, sin = rope_tables(tuple(rope), table.shape[2], table.device)
     tables, parts = [table], [takes_part]
-    for one, two in _pairs(n):
+    for one, two in _pairs(n, interleaved):
         x, y, both = table[..., one], table[..., two], takes_part
         if takes_part.shape[-1] > 1:
             both = takes_part[..., one] & takes_part[..., two]
             x, y = torch.where(both, x, 0.0), torch.where(both, y, 0.0)
         tables += [x * cos + y * sin, y * cos - x * sin]
         parts += [both, both]
-    return _ahead(_means(tables, parts), rope, positions)
+    return _ahead(_means(tables, parts), rope, positions, interleaved)
 
 
 def _without_far_rows(table: torch.Tensor, takes_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,17 +238,19 @@ def _without_far_rows(table: torch.Tensor, takes_part: torch.Tensor) -> tuple[to
     return table.masked_fill(far, 0.0), takes_part & ~far
 
 
-def _pairs(n: int) -> tuple[tuple[slice, slice], ...]:
-    """First and second channels of ``n`` pairs, for both ways in which RoPE may pair them."""
-    return (slice(n), slice(n, 2 * n)), (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+def _pairs(n: int, interleaved: bool | None) -> tuple[tuple[slice, slice], ...]:
+    """First and second channels of ``n`` pairs, for each way in which RoPE may pair them."""
+    return tuple(pair_channels(n, interleaved=x) for x in ((False, True) if interleaved is None else (interleaved,)))
 
 
-def _ahead(means: list[torch.Tensor], rope: Sequence[float], positions: torch.Tensor) -> torch.Tensor:
+def _ahead(
+    means: list[torch.Tensor], rope: Sequence[float], positions: torch.Tensor, interleaved: bool | None
+) -> torch.Tensor:
     """Centres from the means of the rows as they are, then rotated back: ``x`` and ``y`` for each of `_pairs`."""
     plain, *turned = means
     ahead_cos, ahead_sin = (x.unsqueeze(1) for x in mean_rotation(_angles(tuple(rope), plain.device), positions))
     centre, longest = plain, _length(plain)
-    for (one, two), x, y in zip(_pairs(len(rope)), turned[::2], turned[1::2], strict=True):
+    for (one, two), x, y in zip(_pairs(len(rope), interleaved), turned[::2], turned[1::2], strict=True):
         mean, ahead = plain.clone(), plain.clone()
         mean[..., one], mean[..., two] = x, y
         ahead[..., one], ahead[..., two] = x * ahead_cos - y * ahead_sin, y * ahead_cos + x * ahead_sin

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("centre.cu")
 THREADS, FINISH_THREADS, CHUNKS, PAIRINGS = 1024, 256, 32, 3  # as in centre.cu
+WRONG = {None: 0, True: 1, False: 2}  # the pairing that is not computed, by ``interleaved``
 # struct Params of centre.cu, in its order.
 POINTERS = (
     "table", "count", "pointers", "begun", "places", "turns", "ahead", "k", "means", "lengths", "centres", "stored",
     "balance",
 )  # fmt: skip
-PARAMS = struct.Struct(f"{len(POINTERS)}Q 2q 10i")
+PARAMS = struct.Struct(f"{len(POINTERS)}Q 2q 11i 4x")
 OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
 
 
@@ -109,6 +110,7 @@ def centres_of_places(
     packed = PARAMS.pack(
         *map(addresses.get, POINTERS, repeat(0)), *strides, n, len(places), heads, len(buckets.page_formats),
         buckets.max_pages, buckets.pool.units, buckets.page_tokens.bit_length() - 1, plain.position_offset, dim, pairs,
+        WRONG[cache.interleaved],
     )  # fmt: skip
     params = bytearray(packed)
     held = ({name: x for name, x in tensors.items() if name != "k"}, kept)  # the caller keeps the rows alive
@@ -136,7 +138,7 @@ def stored_centres(cache: CacheState, places: int, n: int, lease: Lease) -> Cent
     addresses = {"places": places, "centres": rows.data_ptr(), "stored": cache.centre.data_ptr()}
     if cache.balance is not None:
         addresses["balance"] = cache.balance.data_ptr()
-    sizes = (len(buckets.page_formats), buckets.max_pages, buckets.pool.units, 0, 0, dim, 0)
+    sizes = (len(buckets.page_formats), buckets.max_pages, buckets.pool.units, 0, 0, dim, 0, 0)
     params = bytearray(PARAMS.pack(*map(addresses.get, POINTERS, repeat(0)), 0, 0, 0, n, heads, *sizes))
 
     def compute() -> list[jit.Launch]:
