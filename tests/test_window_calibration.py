@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
 
-from hf_model import prompt
+from hf_model import SIZES, prompt
 from kvstrata.hf import StrataCache
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.window import WindowLayer
@@ -89,3 +89,23 @@ def test_a_calibration_of_other_windows_is_refused() -> None:
     cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=[other, other]))
     with pytest.raises(ValueError, match=r"calibration: expected 2 KV heads and head_dim 32 .* got \(4, 32\)"):
         model(IDS, past_key_values=cache)
+
+
+def test_a_calibration_of_other_kinds_of_layers_is_refused() -> None:
+    """As many layers of each kind, in another order; a layer more that is in neither list; `format=` alike."""
+    own = LayerCalibration(torch.ones(2, 32))
+    full, window = "full_attention", "sliding_attention"
+    given = Calibration([own], windows=[own], kinds=["window", "layer"])
+    sizes = dict(SIZES, head_dim=32)
+    right, wrong = (
+        Gemma3TextConfig(**sizes, sliding_window=256, layer_types=x) for x in ([window, full], [full, window])
+    )
+    for options in (dict(budget=0.25), dict(format="K4V4", max_tokens=64), dict(budget=1.0)):
+        StrataCache(right, calibration=given, **options)
+        with pytest.raises(ValueError, match="expected full attention in layer 0, got one with 'window' there"):
+            StrataCache(wrong, calibration=given, **options)
+        llama = LlamaConfig(**sizes)
+        with pytest.raises(ValueError, match="expected full attention in layer 1, got one with 'none' there"):
+            StrataCache(llama, calibration=Calibration([own], kinds=["layer", "none"]), **options)
+        with pytest.raises(ValueError, match="expected one of a model with 2 layers, got one with 3"):
+            StrataCache(llama, calibration=Calibration([own] * 2, kinds=["layer", "none", "layer"]), **options)

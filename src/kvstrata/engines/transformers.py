@@ -347,7 +347,10 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     given = None
     if calibration is not None:
         shape = support.sizes(text)[1] or 0, cb_cache.find_head_dim(text)
-        given = Calibration.load(calibration).of_model(text.num_hidden_layers, shape)
+        file = Calibration.load(calibration)
+        given = file.of_model(text.num_hidden_layers, shape)
+        groups = cb_cache.group_layers_by_attn_type(text)
+        file.check_kinds(["window" if i in groups.get(SLIDING, ()) else "layer" for i in range(text.num_hidden_layers)])
     name = f"kvstrata_{format}_{id(model):x}_flash"  # "flash": no masks; a digit after it would be a version
     before = model.config._attn_implementation
     with _lock:

@@ -162,6 +162,8 @@ class StrataCache(Columns):
         self.window_prompts = WindowPrompts()
 
         layers = DynamicCache(config=config).layers
+        if self.calibration is not None:
+            self.calibration.check_kinds(support.kinds_of(layers, text))
         self.shares = bool(getattr(text, "num_kv_shared_layers", None))  # layers that share the K and V of others
         self._compressed = windows = 0
         for place, layer in enumerate(layers):

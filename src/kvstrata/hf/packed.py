@@ -126,6 +126,8 @@ class PackedCache(Cache):
         self.steps, self.forward = PackedSteps(), Forward(capture, compile)
 
         layers = DynamicCache(config=config).layers
+        if self.calibration is not None:
+            self.calibration.check_kinds(support.kinds_of(layers, text))
         self.plain_layers = support.plain_layers(layers, text)
         self._packed = [place for place in range(len(layers)) if place not in self.plain_layers]
         self._known = len(self._packed)  # layers in a calibration, of which some may turn out to be plain

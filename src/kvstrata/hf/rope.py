@@ -48,7 +48,8 @@ def applies(module: torch.nn.Module) -> bool:
 
     Some models have RoPE only in some layers (Cohere 2, EXAONE 4, SmolLM3, Llama 4), or only in some sizes (Granite 4).
     """
-    places = _conditions(type(module))
+    kind: Any = type(module)
+    places = _conditions(kind)
     known = {"__builtins__": {}, "self": module, "position_embeddings": _position_embeddings(module)}
     return not places or any(all(_holds(test, known) for test in tests) for tests in places)
 
@@ -116,7 +117,8 @@ def _pairing(kind: Any) -> bool | None:
 
 def interleaved(module: torch.nn.Module) -> bool | None:
     """True if the model's RoPE pairs channels (2 i, 2 i + 1), False for (i, i + n), None if that is unknown."""
-    return _pairing(type(module))
+    kind: Any = type(module)
+    return _pairing(kind)
 
 
 def _applied(kind: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from kvstrata.cache.tiered_cache import DTYPES
 from kvstrata.quant.calibration import Calibration
@@ -104,6 +104,14 @@ def plain_layers(layers: list[Any], text: Any) -> dict[int, str]:
         elif shares:
             reasons[place] = "the model shares K and V between layers"
     return reasons
+
+
+def kinds_of(layers: list[Any], text: Any) -> list[str]:
+    """Kinds of a model's layers for `Calibration.check_kinds`, from the layers of a DynamicCache."""
+    full = DynamicLayer, LinearAttentionAndFullAttentionLayer
+    kinds = ["layer" if type(layer) in full else "" for layer in layers]
+    kinds = ["window" if slides(text, place, layers[place]) else kind for place, kind in enumerate(kinds)]
+    return kinds + [""] * ((size(text, "num_hidden_layers") or 0) - len(layers))
 
 
 def misfit(key: torch.Tensor, value: torch.Tensor, shape: tuple[int, int] | None) -> str | None:

@@ -213,6 +213,23 @@ class Calibration:
                 f"calibration: expected {windows} layers with a sliding window, got one{of} with {len(self.windows)}"
             )
 
+    def check_kinds(self, kinds: Sequence[str]) -> None:
+        """Raise ValueError unless it is of a model with these layers, as far as it says which layers it has.
+
+        ``kinds``: for each layer of the model "layer" for full attention, "window" for a sliding window, "" for others.
+        """
+        if not self.kinds:
+            return
+        of = f" of {self.model}" if self.model else ""
+        if len(self.kinds) != len(kinds):
+            raise ValueError(
+                f"calibration: expected one of a model with {len(kinds)} layers, got one{of} with {len(self.kinds)}"
+            )
+        for number, (own, kind) in enumerate(zip(self.kinds, kinds, strict=True)):
+            if kind and (own == "layer") != (kind == "layer"):
+                expected = "full attention" if kind == "layer" else "a sliding window"
+                raise ValueError(f"calibration: expected {expected} in layer {number}, got one{of} with {own!r} there")
+
     @property
     def model_layers(self) -> int:
         """Number of layers of the model, as far as they are known."""
