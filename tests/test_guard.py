@@ -44,8 +44,8 @@ def test_a_hard_model_gives_one_warning():
     assert forward(hard, ids) == []  # with a balance
     found = forward(hard, ids, balance=False)
     assert len(found) == 1
-    assert "got 0.25, with an estimated error of" in found[0]
-    advised = float(found[0].split("budget=")[1].split()[0])
+    assert "budget=0.25 is too small for this model: estimated attention error" in found[0]
+    advised = float(found[0].split("try budget=")[1])
     assert 0.25 < advised < 1
     assert forward(hard, ids, balance=False, budget=advised) == []
 
@@ -53,7 +53,7 @@ def test_a_hard_model_gives_one_warning():
 def test_advice_for_chosen_tiers_is_without_them():
     hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)
     (found,) = forward(hard, ids, balance=False, budget=0.21, tiers=["K2V2"])
-    advised = re.search(r"budget=([0-9.]+) without tiers= would do", found)
+    advised = re.search(r"try budget=([0-9.]+) without tiers=$", found)
     assert forward(hard, ids, balance=False, budget=float(advised[1])) == []
 
 

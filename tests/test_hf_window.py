@@ -136,9 +136,9 @@ def test_a_format_that_is_too_narrow_for_a_window_gives_one_warning(where: str) 
 
     assert warned(budget=0.3) == []
     (found,) = warned(budget=0.3, balance=False)
-    assert "budget: expected one that keeps this model's attention, got 0.3, with an estimated error of" in found
-    assert "a sliding window in K4V4; budget=" in found
-    advised = float(found.split("budget=")[1].split()[0])
+    assert "budget=0.3 is too small for this model: estimated attention error" in found
+    assert "a sliding window in K4V4; try budget=" in found
+    advised = float(found.split("try budget=")[1])
     assert 0.3 < advised <= 1
     assert warned(budget=advised, balance=False) == []
     short = MASK.clone()

@@ -51,7 +51,7 @@ class Sample:
 
     Args:
         query: ``[heads, n, D]``, the request's first n tokens; key, value: ``[kv_heads, n, D]``.
-        balance, centre: ``[kv_heads, D]`` of K; None is no balance, and a centre that is estimated from the rows.
+        balance, centre: ``[kv_heads, D]`` of K. ``balance=None``: no balance. ``centre=None``: estimated from the rows.
         rope, interleaved: of K's rotated pairs, see `centre_of`; the centre is that of ``ahead`` positions.
         plain: numbers of sink and recent tokens, which stay at 16 bit.
     """
@@ -167,8 +167,8 @@ def _note(checked: Checked | None) -> None:
 
 def _warn(fraction: float, error: float, where: str, instead: str) -> None:
     warnings.warn(
-        f"budget: expected one that keeps this model's attention, got {fraction:g}, with an estimated error of"
-        f" {100 * error:.0f} % in {where}; {instead} would do",
+        f"budget={fraction:g} is too small for this model: estimated attention error {100 * error:.0f} % in {where};"
+        f" try {instead}",
         BudgetWarning,
         stacklevel=3,
     )
