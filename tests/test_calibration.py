@@ -81,6 +81,37 @@ def test_other_files_are_refused(tmp_path):
             Calibration.load(path)
 
 
+def test_arguments_of_files_are_named(tmp_path):
+    path = tmp_path / "c"
+    calibration().save(path)
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="path: expected the path of a calibration file, got"):
+            Calibration.load(wrong)
+        with pytest.raises(TypeError, match="path: expected the path of a calibration file, got"):
+            calibration().save(wrong)
+    with pytest.raises(ValueError, match="device: expected one that torch knows, such as 'cpu' or 'cuda', got 'foo'"):
+        Calibration.load(path, "foo")
+    with pytest.raises(IsADirectoryError, match="path: expected a file, got the folder"):
+        calibration().save(tmp_path)
+
+
+def test_a_file_without_a_tensor_is_damaged(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "c"
+    metadata = {"kind": "kvstrata.calibration", "version": "1", "layers": "1", "bits": "0", "model": ""}
+    save_file({"sensitivity.v": torch.zeros(0)}, path, metadata=metadata)
+    with pytest.raises(ValueError, match=r"is damaged: no tensor sensitivity\.k$"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize("value", [-1.0, 1e308, float("inf"), float("nan")])
+def test_sensitivities_have_a_range(value):
+    with pytest.raises(ValueError, match=r"v_sensitivity: expected numbers from 0 to 1e\+30, got"):
+        Calibration([LayerCalibration()], [1.0], [value])
+    assert Calibration([LayerCalibration()], [1e30], [1e30]).sensitivity == (2e30,)
+
+
 @pytest.mark.parametrize("value", [0.0, -2.0, 3.0, 512.0, 2.0**-9, torch.inf, torch.nan])
 def test_a_balance_is_of_powers_of_two(value):
     balance = torch.ones(2, 32)

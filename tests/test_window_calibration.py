@@ -83,7 +83,7 @@ def test_a_calibration_of_other_windows_is_refused() -> None:
     fewer = replace(made, windows=made.windows[:1], kinds=["none", "window"])
     with pytest.raises(ValueError, match="expected 2 layers with a sliding window, got one of tiny with 1"):
         StrataCache(model.config, **SMALL, budget=0.3, calibration=fewer)
-    with pytest.raises(ValueError, match="expected one of a model with windows only, got one with 2 layers"):
+    with pytest.raises(ValueError, match="expected one without layers of full attention, got one with 2"):
         StrataCache(model.config, **SMALL, budget=0.3, calibration=Calibration(made.windows))
     other = LayerCalibration(torch.ones(4, 32))
     cache = StrataCache(model.config, **SMALL, budget=0.3, calibration=replace(made, windows=[other, other]))

@@ -70,8 +70,9 @@ class StrataCache(Columns):
             prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled for importance: the newest 64, the others evenly
             spaced.
-        calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote. None estimates
-            both from each row's prompt; ``balance=False`` uses no balance.
+        calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote; with
+            sensitivities, they also distribute the budget's bytes over layers. None estimates balance and centres from
+            each row's prompt; without a calibration, ``balance=False`` uses no balance.
         capture: run decode steps, one new token in every row, as CUDA graphs; None does so on a GPU. `decoding` says
             how they run and, if they are eager, why.
         compile: compile the forward with inductor before it is captured.
@@ -186,7 +187,7 @@ class StrataCache(Columns):
             self.calibration.check_windows(windows)
             if not self._compressed and self.calibration.layers:
                 own = len(self.calibration.layers)
-                raise ValueError(f"calibration: expected one of a model with windows only, got one with {own} layers")
+                raise ValueError(f"calibration: expected one without layers of full attention, got one with {own}")
         super().__init__(layers=layers)
         support.warn_if_useless(self)
         self._check_sizes()

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from kvstrata.checks import check_device
+
 KIND = "kvstrata.calibration"
 VERSION = 1
 KINDS = ("layer", "window", "none")
@@ -30,6 +32,7 @@ MAX_EXPONENT = 8
 LARGEST = 2.0**MAX_EXPONENT  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
 LARGEST_K = 2.0**13  # limit of the root mean square of a channel of K / balance: an eighth of fp16's largest number
+LARGEST_SENSITIVITY = 1e30  # sums of K and V stay within float32
 TINY = 1e-12  # relative to the largest mean square of a head: lower channels are raised to it
 
 
@@ -40,6 +43,14 @@ def _check(name: str, x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or not x.numel():
         raise ValueError(f"{name}: expected [kv_heads, head_dim], got shape {tuple(x.shape)}")
     return x.detach().contiguous()
+
+
+def _path(path: str | PathLike[str]) -> Path:
+    """Path of a file; TypeError for anything else."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise TypeError(f"path: expected the path of a calibration file, got {type(path).__name__}") from None
 
 
 def check_balance(name: str, x: torch.Tensor) -> None:
@@ -120,14 +131,14 @@ class Calibration:
 
     Args:
         layers: one `LayerCalibration` per layer that a cache compresses, in order; all have the same sizes.
-        k_sensitivity, v_sensitivity: KL against 16 bit in nats when K, or V, of that layer alone is rounded to
+        k_sensitivity, v_sensitivity: KL against 16 bit in nats when K, or V, of one of ``layers`` alone is rounded to
             ``bits``; empty if not measured.
         bits: width of that rounding, 0 if not measured.
         model: name of the model, for error messages and tables.
         windows: one `LayerCalibration` per layer with a sliding window that a `StrataCache` packs, in order; empty if
             not measured.
-        kinds: for each layer of the model "layer", "window" or "none": the list that has its part. Empty if unknown;
-            without windows, ``layers`` then are all layers of the model.
+        kinds: one entry per model layer that says where its part is: ``layer`` (the next of ``layers``), ``window``
+            (the next of ``windows``) or ``none``. Empty in older files; then ``layers`` must cover the whole model.
 
     Raises TypeError or ValueError, naming the argument.
 
@@ -163,8 +174,8 @@ class Calibration:
             object.__setattr__(self, name, values)
             if len(values) not in (0, len(self.layers)):
                 raise ValueError(f"{name}: expected {len(self.layers)} numbers, one per layer, got {len(values)}")
-            if not all(0 <= x < float("inf") for x in values):
-                raise ValueError(f"{name}: expected numbers of at least 0, got {values}")
+            if not all(0 <= x <= LARGEST_SENSITIVITY for x in values):
+                raise ValueError(f"{name}: expected numbers from 0 to {LARGEST_SENSITIVITY:g}, got {values}")
         object.__setattr__(self, "kinds", tuple(self.kinds))
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise ValueError(f"kinds: expected {', '.join(map(repr, KINDS))}, got {unknown[0]!r}")
@@ -176,7 +187,7 @@ class Calibration:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """``(kv_heads, head_dim)`` of all layers, or None if no layer has a balance or a centre."""
+        """``(kv_heads, head_dim)`` of ``layers``, or None if none of them has a balance or a centre."""
         return next((layer.shape for layer in self.layers if layer.shape is not None), None)
 
     @property
@@ -262,10 +273,13 @@ class Calibration:
         return own
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file; FileNotFoundError for a missing folder."""
+        """Write a safetensors file; FileNotFoundError for a missing folder, IsADirectoryError if ``path`` is one."""
         from safetensors.torch import save_file
 
-        if not Path(path).parent.is_dir():
+        path = _path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"path: expected a file, got the folder {str(path)!r}")
+        if not path.parent.is_dir():
             raise FileNotFoundError(f"path: expected a file in a folder that exists, got {str(path)!r}")
         tensors: dict[str, torch.Tensor] = {}
         for prefix, layers in (("", self.layers), ("window.", self.windows)):
@@ -285,7 +299,8 @@ class Calibration:
         """Read a file that `save` wrote; ValueError for any other, FileNotFoundError if there is none."""
         from safetensors import SafetensorError, safe_open
 
-        if not Path(path).is_file():
+        path, device = _path(path), check_device(device)
+        if not path.is_file():
             raise FileNotFoundError(f"path: expected a calibration file, got {str(path)!r}")
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -306,6 +321,8 @@ class Calibration:
             layers, windows = (
                 [LayerCalibration(*(tensors.get(name) for name in pair)) for pair in pairs] for pairs in names
             )
+            if missing := sorted({"sensitivity.k", "sensitivity.v"} - set(tensors)):
+                raise ValueError(f"no tensor {missing[0]}")
             k, v = (tensors[f"sensitivity.{name}"].tolist() for name in "kv")
             kinds = metadata.get("kinds", "").split()
             calibration = cls(layers, k, v, int(metadata["bits"]), metadata.get("model", ""), windows, kinds)
