@@ -152,6 +152,9 @@ def test_advice_and_calibration(name: str, run: Callable[..., Any], tmp_path: Pa
         assert "No sensitivities: layers have K and V of different shapes" in done.output
     else:
         assert len(measured.k_sensitivity) == len(measured.layers)
+    if name == "windows":
+        assert "No sensitivities: only layers of full attention are measured" in done.output
+        assert measured.bits == 0
     assert bool(measured.layers) == (name != "windows")
     done = run("advise", "--tokens", TOKENS, "--kl", 10, "--calibration", calibration, "--out", tmp_path / "a.json")
     assert done.exit_code == 0, done.output
