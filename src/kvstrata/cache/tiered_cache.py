@@ -82,7 +82,8 @@ class TieredCache(RequestOperations):
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         interleaved: True if RoPE pairs channels (2i, 2i + 1), False for (i, i + n); None recognises it by the rows.
         calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
-            equal rows that pass through the same tiers then have equal codes, whatever else a request or a batch holds.
+            a token's codes then depend only on its own row and the tiers it has passed through, not on the rest of the
+            request or batch.
         sensitivity: one number per layer, the relative cost of rounding its K and V; layers with a higher one get more
             of a fraction's bytes, with the same total (docs/cache.md). None treats all layers alike.
         balance: True allows `set_balance` to give each request its own balance; implied by a calibration with one.

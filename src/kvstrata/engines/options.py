@@ -32,7 +32,7 @@ class Options:
         format: name of the packed format, such as ``K4V4``.
         calibration: path of a calibration file, or None.
         tail: whether each request keeps its unfinished page at 16 bit.
-        weights: whether balance and centre of K come from the model's weights if there is no calibration file.
+        weights: whether balance and centre of K come from the model's weights in layers without a calibration.
 
     Raises ValueError or TypeError, naming the option.
     """

@@ -33,7 +33,7 @@ FEWEST = 4  # minimum number of tokens if there are no weights to use
 MOST = 512  # maximum number of tokens used
 AHEAD = 2048  # horizon: positions over which energies are averaged
 PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
-LEAST = 1 / 32  # lower bound of a channel's share of its pair's energy
+LEAST = 1 / 32  # a channel has at least half of this share of its pair's energy, a 64th
 WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which one format is balanced
 
 

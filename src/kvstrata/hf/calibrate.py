@@ -17,7 +17,7 @@ from .layer import StrataLayer
 from .rope import interleaved, layer_frequencies
 from .window import WindowLayer, window_of
 
-HORIZON = 4096  # positions over which centres are averaged, or the model's context if that is less
+HORIZON = 4096  # positions over which centres are averaged: no more than the model has, no fewer than the rows used
 
 
 def _statistics(
