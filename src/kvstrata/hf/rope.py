@@ -35,7 +35,16 @@ def frequencies(config: Any, head_dim: int, kind: str = "full_attention") -> lis
         radians = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     else:
         return None
+    if _turns_back(type(config)):
+        radians = -radians
     return radians.tolist() if 2 * len(radians) <= head_dim else None
+
+
+def _turns_back(kind: type) -> bool:
+    """True if the model of a configuration class rotates by negative angles (NanoChat)."""
+    scope = vars(sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"), object))
+    half = scope.get("rotate_half")
+    return callable(half) and float(half(torch.arange(1.0, 9.0, device="cpu"))[0]) > 0
 
 
 def layer_frequencies(module: torch.nn.Module, config: Any, head_dim: int, kind: str) -> tuple[float, ...]:
