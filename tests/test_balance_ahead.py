@@ -126,3 +126,28 @@ def test_one_format_balances_only_heads_that_gain_much():
     assert (single[0, 0] == 1).all()
     assert torch.equal(single[0, 1], tiers[0, 1])
     assert single[0, 1, 0] > 4
+
+
+@pytest.mark.parametrize("tokens", [6, 10, 18, 19, 20, 30])
+def test_prompts_of_few_tokens_use_the_weights(tokens: int):
+    """16 behind the attention sinks are enough; without weights 4 are. Each row on its own."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from kvstrata.hf import weights
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=HEADS, head_dim=DIM)
+    module = LlamaAttention(config, 0)
+    module.k_proj.weight.data *= torch.randn(HEADS * DIM, 1).mul(2).exp()
+    by_weights = weights.balance_of(module, HEADS, DIM, ROPE, False)
+    k, q = (rows(40, seed).repeat(2, 1, 1, 1).float() for seed in (1, 2))
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, tokens:] = False
+    prompt, _ = balance.from_prompt(q, k, real, ROPE, False)
+    own = balance.of_first_prompt(q, k, real.numpy(), module, ROPE, has_tiers=True)
+    assert torch.equal(own[0], prompt[0])
+    assert torch.equal(own[1], by_weights if tokens < 20 else prompt[1])
+    module.q_proj = module.k_proj = None
+    assert torch.equal(balance.of_first_prompt(q, k, real.numpy(), module, ROPE, has_tiers=True), prompt)
+    assert not any(torch.equal(prompt[1], x) for x in (by_weights, torch.ones(HEADS, DIM)))

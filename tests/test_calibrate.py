@@ -14,8 +14,9 @@ from torch import nn
 from transformers import DynamicCache
 
 import eval_model
+from hf_model import scaled
 from hf_zoo import tiny_model
-from kvstrata.hf import StrataCache
+from kvstrata.hf import StrataCache, window
 from kvstrata.hf.calibrate import calibrate
 
 OPTIONS = dict(budget=0.6, dtype=torch.float32, recent_tokens=8, page_tokens=16)  # K8V8
@@ -120,6 +121,58 @@ def test_centres_are_averaged_over_no_more_positions_than_the_model_has() -> Non
     centres = [calibrate(biased(3.0, context), ids).layers[1].centre for context in (1024, 4096, 1 << 17)]
     assert not torch.equal(centres[0], centres[1])
     assert torch.equal(centres[1], centres[2])
+
+
+def test_centres_are_averaged_over_all_of_a_text_that_is_longer_than_the_context() -> None:
+    ids = torch.randint(0, 128, (1, 300), generator=torch.Generator().manual_seed(1))
+    centres = [calibrate(biased(3.0, context), ids).layers[1].centre for context in (64, 300, 400)]
+    assert torch.equal(centres[0], centres[1])
+    assert not torch.equal(centres[1], centres[2])
+
+
+def test_attention_sinks_do_not_count() -> None:
+    """K of the first layer depends on its own token alone."""
+    model, other = eval_model.model(), IDS.clone()
+    other[:, :4] = 3
+    one, two = (calibrate(model, ids).layers[0] for ids in (IDS, other))
+    assert torch.equal(one.balance, two.balance)
+    torch.testing.assert_close(one.centre, two.centre)
+    other[:, 4:8] = 3
+    assert (calibrate(model, other).layers[0].centre - one.centre).norm() > 0.01 * one.centre.norm()
+
+
+def test_all_rows_count_alike() -> None:
+    ids = torch.cat([IDS, torch.full_like(IDS, 5)])
+    ids[1, ::3] = 9
+    model = scaled(eval_model.model())
+    one, other, alone = (calibrate(model, x) for x in (ids, ids.flip(0), ids[:1]))
+    for a, b, c in zip(one.layers, other.layers, alone.layers, strict=True):
+        assert torch.equal(a.balance, b.balance)
+        torch.testing.assert_close(a.centre, b.centre, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(a.balance, c.balance)
+        assert (a.centre - c.centre).norm() > 0.1 * c.centre.norm()
+
+
+def test_windows_are_centred_with_their_own_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "LEAST", 1)
+    model = model_of("gemma3_text")
+    before = calibrate(model, IDS)
+    model.config.rope_parameters["full_attention"]["rope_theta"] = 100.0  # the model itself has made its table
+    after = calibrate(model, IDS)
+    assert torch.equal(before.windows[0].centre, after.windows[0].centre)
+    assert not torch.equal(before.layers[0].centre, after.layers[0].centre)
+
+
+def test_windows_balance_only_heads_that_gain_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages have one format; a layer with tiers balances all heads."""
+    monkeypatch.setattr(window, "LEAST", 1)
+    model = model_of("gemma3_text")
+    for layer in model.model.layers:
+        layer.self_attn.k_norm.weight.data[[15, 31]] = 2.0  # a pair that hardly turns, three times as large
+    given = calibrate(model, IDS)
+    assert all((own.balance == 1).all() for own in given.windows)
+    assert all((own.balance[:, 15] >= 2 * own.balance.median()).all() for own in given.layers)
+    assert min(len(given.windows), len(given.layers)) >= 1
 
 
 def test_format_with_a_plain_layer_uses_each_layers_own_part_of_a_calibration() -> None:

@@ -164,3 +164,37 @@ def test_channels_without_k_or_q_stay_within_bounds():
     k[1, 6] = 1e30
     LayerCalibration(pair_balance(k, q))
     LayerCalibration(pair_balance(torch.zeros(1, 32), torch.zeros(1, 32)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_divided_k_stays_far_within_float16(interleaved):
+    """Also where one channel of a pair has all its energy: the root mean square is at most an eighth of the range."""
+    largest, whole = 2.0**20.4, torch.zeros(1, 8)
+    whole[0, 0] = largest**2
+    s = pair_balance(torch.full((1, 8), 1e-4), torch.ones(1, 8), 4, interleaved, whole)
+    assert s[0, 0] == s[0, 1 if interleaved else 4] == 2.0**8
+    assert largest / s[0, 0] <= 2.0**13
+    assert (s == 1).sum() == 6
+
+
+def test_sensitivities_of_k_and_v_add_up():
+    assert Calibration([LayerCalibration()] * 2, [1.0, 2.0], [10.0, 20.0], 2).sensitivity == (11.0, 22.0)
+
+
+def test_fingerprints_differ_with_balances_and_centres():
+    ones = torch.ones(2, 64)
+    parts = [LayerCalibration(ones), LayerCalibration(ones, ones), LayerCalibration(ones, 2 * ones)]
+    parts += [LayerCalibration(2 * ones, ones), LayerCalibration(None, ones), LayerCalibration()]
+    assert len({Calibration([part]).fingerprint for part in parts}) == len(parts)
+    of_windows = [Calibration([LayerCalibration()], windows=[part]) for part in parts]
+    assert len({x.window_fingerprint for x in of_windows}) == len(parts)
+    assert len({x.fingerprint for x in of_windows}) == 1
+
+
+def test_shapes_are_those_of_layers_that_have_one():
+    given = Calibration([LayerCalibration(), LayerCalibration(torch.ones(4, 64))])
+    assert given.shape == (4, 64)
+    with pytest.raises(ValueError, match="expected 2 layers of 2 KV heads and head_dim 64, got one with 2 layers of 4"):
+        given.check(2, 2, 64)
+    with pytest.raises(ValueError, match=r"windows: expected one \(kv_heads, head_dim\) in all of them"):
+        Calibration([], windows=[LayerCalibration(torch.ones(2, 32)), LayerCalibration(torch.ones(2, 64))])

@@ -22,6 +22,7 @@ from transformers import (
     PersimmonConfig,
     Phi3Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -226,6 +227,44 @@ def test_quantised_weights_leave_the_bias(kind: str, scope: Any) -> None:
         own = weights.calibration_of(attention, 2, 16, rope)
     assert own.balance is None
     assert torch.equal(own.centre, plain.centre * plain.balance)
+
+
+@torch.no_grad()
+def biased(config: Any = CONFIGS["llama"]) -> torch.nn.Module:
+    """Attention with rows of unlike sizes and a large bias of K."""
+    torch.manual_seed(0)
+    attention = AutoModelForCausalLM.from_config(config).model.layers[0].self_attn
+    attention.k_proj.weight *= torch.randn(32, 1).mul(2).exp()
+    attention.k_proj.bias.normal_(std=20)
+    return attention
+
+
+def test_a_layer_without_rope_is_calibrated_without_it() -> None:
+    """One of four layers of SmolLM3; its bias is the same at all positions."""
+    sizes = SIZES | dict(num_key_value_heads=2, attention_bias=True, pad_token_id=0)
+    attention, other = (biased(SmolLM3Config(**sizes, no_rope_layers=[x])) for x in (0, 1))
+    rope = [10000.0 ** (-i / 8) for i in range(8)]
+    own, plain = (weights.calibration_of(attention, 2, 16, given) for given in (rope, []))
+    turned = weights.calibration_of(other, 2, 16, rope)
+    assert torch.equal(own.balance, plain.balance)
+    assert torch.equal(own.centre * own.balance, attention.k_proj.bias.view(2, 16))
+    assert not torch.equal(own.balance, turned.balance)
+
+
+def test_pairs_that_are_unknown_give_no_calibration() -> None:
+    for given in (weights.balance_of, weights.centre_of):
+        assert given(biased(), 2, 16, [0.1] * 8, None) is None
+        assert given(biased(), 2, 16, [], None) is not None
+
+
+def test_a_balance_is_kept_with_its_rope() -> None:
+    """Other frequencies or pairs of the same module, against those of a module that was not asked before."""
+    rope, attention = [10000.0 ** (-i / 8) for i in range(8)], biased()
+    asked = [(rope, False), (rope, True), (rope[:4], False), ([0.3] * 8, False)]
+    own = [weights.balance_of(attention, 2, 16, *given) for given in asked]
+    assert len({tuple(x.flatten().tolist()) for x in own}) == len(asked)
+    for given, x in zip(asked, own, strict=True):
+        assert torch.equal(x, weights.balance_of(biased(), 2, 16, *given))
 
 
 def test_weights_that_are_not_finite_give_no_calibration() -> None:
