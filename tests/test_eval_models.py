@@ -26,7 +26,7 @@ from kvstrata.tools.eval import contenders, plot, results, texts
 from kvstrata.tools.eval import model as models
 from kvstrata.tools.eval.kivi import KiviCache
 from kvstrata.tools.eval.measure import decode
-from kvstrata.tools.eval.packed import at_bytes
+from kvstrata.tools.eval.packed import at_bytes, by_weights
 from kvstrata.tools.eval.sizes import LayerSizes, ModelSizes, sizes_of
 
 TOKENS = 400
@@ -183,6 +183,21 @@ def test_packed_pages_need_layers_of_one_kind() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             at_bytes("K4V4", ModelSizes((LayerSizes(2, 32, 32), layer), None), TOKENS, (), None)
+
+
+@pytest.mark.parametrize("name", ["linear", "shared", "pruned"])
+def test_packed_pages_get_the_calibration_of_their_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of states come before it, or layers that share its K and V, or none of the file, after it."""
+    monkeypatch.setattr("kvstrata.hf.window.LEAST", 1)
+    model = model_of(name)
+    sizes = sizes_of(model)
+    own = calibrate(model, torch.randint(0, 96, (1, 80), generator=torch.Generator().manual_seed(1)))
+    ours, _ = at_bytes("K4V4", sizes, 256, by_weights(model, sizes), own)
+    layers, parts = ours.make(model.config, 1, 256).layers, own.of_model(model.config.num_hidden_layers)
+    assert len(sizes.places) == len(LAYERS[name]) < len(parts)
+    for place in sizes.places:
+        assert parts[place].centre is not None
+        assert torch.equal(layers[place].calibration.centre, parts[place].centre)
 
 
 @pytest.mark.parametrize("name", ["eval", "advise", "calibrate"])

@@ -15,6 +15,7 @@ from hf_zoo import tiny_model
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration, LayerCalibration
+from kvstrata.tools.eval.contenders import layer_bytes
 from kvstrata.tools.eval.measure import decode
 from kvstrata.tools.eval.packed import PackedLayer, at_bytes, by_weights, packed
 from kvstrata.tools.eval.sizes import sizes_of
@@ -71,6 +72,19 @@ def test_layers_without_a_calibration_use_the_weights() -> None:
     own = [layer.calibration for layer in ours.make(hard.config, 1, 192).layers]
     assert torch.equal(own[0].centre, first.centre)
     assert torch.equal(own[1].balance, weights[1].balance)
+
+
+@pytest.mark.parametrize("tokens", [200, 256])
+def test_tiers_get_the_bytes_of_packed_pages(tokens: int) -> None:
+    """Of full pages, the tail and sink tokens."""
+    model = eval_model.model()
+    sizes = sizes_of(model)
+    ours, tiers = at_bytes("K4V4", sizes, tokens, NONE, None)
+    cache = ours.make(model.config, 1, tokens)
+    with torch.no_grad():
+        model(eval_model.tokens(tokens), past_key_values=cache, use_cache=True)
+    share = layer_bytes(cache) / sizes.full_bytes(1, tokens)
+    assert share - 0.001 <= tiers.budget <= share
 
 
 def test_a_layer_reads_what_it_stored() -> None:

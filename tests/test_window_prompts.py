@@ -16,9 +16,10 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Gemma3TextConfig, MistralConfig
 
 from hf_model import SIZES, greedy, prompt, sharpen
-from kvstrata.hf import StrataCache, prompts, window, window_prompts, window_rings, window_step, window_warmup
+from kvstrata.hf import StrataCache, prompts, weights, window, window_prompts, window_rings, window_step, window_warmup
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.guard import Guard, WindowGuard
+from kvstrata.hf.rope import frequencies
 from kvstrata.hf.window import WindowLayer
 from kvstrata.hf.window_rings import WindowRings
 
@@ -127,6 +128,28 @@ def test_prompts_of_any_length(columns: int, padding: str, where: str, monkeypat
     ours = fill(model, padding, columns)
     one_by_one(monkeypatch)
     same(ours, fill(model, padding, columns))
+
+
+def test_short_prompts_balance_each_layer_by_its_own_weights(where: str) -> None:
+    model = make("mistral", where)
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.k_proj.weight.data[i::7] *= 64
+    rope = frequencies(model.config, 32, SLIDING)
+    own = [weights.balance_of(layer.self_attn, 2, 32, rope, False) for layer in model.model.layers]
+    assert len({tuple(x.flatten().tolist()) for x in own}) == LAYERS
+    for layer, expected in zip(windows(fill(model, "none", 12)), own, strict=True):
+        assert torch.equal(layer.calibration.balance, expected.expand(3, -1, -1))
+
+
+def test_prompts_balance_only_heads_that_gain_much(where: str) -> None:
+    """The pages of all tokens have one format."""
+    model = make("mistral", where)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.view(2, 32, -1)[0, [15, 31]] *= 3  # a pair of the first head, a little
+        layer.self_attn.k_proj.weight.data.view(2, 32, -1)[1, [15, 31]] *= 64
+    for layer in windows(fill(model, "none", 130)):
+        assert (layer.calibration.balance[:, 0] == 1).all()
+        assert (layer.calibration.balance[:, 1, 15] > 1).all()
 
 
 def test_rows_for_the_centre_are_kept_although_the_window_is_shorter(
