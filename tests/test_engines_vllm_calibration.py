@@ -76,6 +76,19 @@ def test_calibration_is_there_when_kernels_are_compiled(engine, tmp_path, monkey
     assert [given[2] for given in rehearsed] == [64, 16]
 
 
+@pytest.mark.parametrize("part", ["balance", "centre"])
+def test_kernels_of_each_kind_of_calibration_are_compiled(engine, tmp_path, monkeypatch, part):
+    """Layers of one shape, the second without a balance or without a centre."""
+    both = LayerCalibration(torch.full((2, 64), 2.0), torch.ones(2, 64))
+    Calibration([both, replace(both, **{part: None})]).save(path := tmp_path / "model.safetensors")
+    engine.configure({"kvstrata": {"format": "K4V4", "calibration": str(path)}}, text=dict(num_hidden_layers=2))
+    compiled = []
+    monkeypatch.setattr(engine.ours, "warm_up", lambda layer, *given: compiled.append(layer.calibration))
+    for number in (0, 1, 0, 1):
+        profile(layer_of(engine, num_heads=4, num_kv_heads=2, head_size=64), f"model.layers.{number}.attn")
+    assert [getattr(own, part) is None for own in compiled] == [False, True]
+
+
 def test_each_layer_gets_its_own_part_of_a_calibration_with_windows(engine, tmp_path):
     """A file has layers in two lists, vLLM numbers them in one."""
     layers, windows = ([LayerCalibration(torch.full((2, 64), 2.0**i)) for i in some] for some in ((0, 1), (2, 3, 4)))

@@ -291,6 +291,17 @@ def test_a_layer_is_calibrated_after_loading(engine, caplog, config, used):
         assert not torch.equal(impl.layer.calibration.balance.cpu(), expected.balance.cpu())
 
 
+def test_rope_that_no_child_of_a_module_applies_is_unknown(engine):
+    """Its model says that there is one; only one without any is calibrated."""
+    for parameters, used in (({"rope_theta": 1e4}, False), (None, True)):
+        engine.configure({"kvstrata": {"format": "K4V4"}}, rope_parameters=parameters)
+        impl = impl_of(engine)
+        module = biased(Attention(impl)).to(DEVICE)
+        del module.rotary_emb
+        impl.process_weights_after_loading(torch.bfloat16)
+        assert (impl.layer.calibration is not None) == used
+
+
 def test_a_layer_that_a_file_leaves_out_is_calibrated_by_its_weights(engine, tmp_path):
     """Short windows are not in a file; the layer's weights still are at hand."""
     own = LayerCalibration(torch.full((KV_HEADS, DIM), 2.0))
@@ -300,9 +311,18 @@ def test_a_layer_that_a_file_leaves_out_is_calibrated_by_its_weights(engine, tmp
     impls = [impl_of(engine) for _ in range(2)]
     modules = [biased(Attention(impl)).to(DEVICE) for impl in impls]
     for number, impl in enumerate(impls):
+        impl.process_weights_after_loading(torch.bfloat16)
+        assert impl.layer.calibration is None
         profile(impl, f"model.layers.{number}.attn")
     assert torch.equal(impls[0].layer.calibration.balance.cpu(), own.balance)
-    assert torch.equal(impls[1].layer.calibration.balance.cpu(), of(modules[1])[0].balance.cpu())
+    before = impls[1].layer.calibration.balance
+    assert torch.equal(before.cpu(), of(modules[1])[0].balance.cpu())
+    for impl, module in zip(impls, modules, strict=True):
+        module.qkv_proj.weight.data[HEADS * DIM :][5::16] *= 64  # weights that are loaded again
+        impl.process_weights_after_loading(torch.bfloat16)
+    assert torch.equal(impls[0].layer.calibration.balance.cpu(), own.balance)
+    assert impls[1].layer.calibration.balance is before
+    assert torch.equal(before.cpu(), of(modules[1])[0].balance.cpu())
 
 
 def attended(engine, module, weights):
