@@ -128,6 +128,19 @@ def test_one_format_balances_only_heads_that_gain_much():
     assert single[0, 1, 0] > 4
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("large", [0, 1])
+def test_whole_squares_have_both_channels_of_a_pair_and_the_centre(interleaved: bool, large: int):
+    """RoPE turns one into the other, so only their sum is told."""
+    k, pairs = rows(200, 1), channels(PAIRS, DIM, is_interleaved=interleaved)[0]
+    k[..., pairs[large]] += 1000.0
+    _, whole, _, _ = balance.squares(rows(200, 2), k, torch.ones(1, 200, dtype=torch.bool), ROPE, interleaved)
+    expected = k[:, :, balance.SINKS :].square().mean(2).float()
+    found, expected = ((*(x[..., pair] for pair in pairs), x[..., 2 * PAIRS :]) for x in (whole, expected))
+    torch.testing.assert_close(found[0] + found[1], expected[0] + expected[1], rtol=1e-3, atol=0)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("tokens", [6, 10, 18, 19, 20, 30])
 def test_prompts_of_few_tokens_use_the_weights(tokens: int):
     """16 behind the attention sinks are enough; without weights 4 are. Each row on its own."""

@@ -198,3 +198,21 @@ def test_shapes_are_those_of_layers_that_have_one():
         given.check(2, 2, 64)
     with pytest.raises(ValueError, match=r"windows: expected one \(kv_heads, head_dim\) in all of them"):
         Calibration([], windows=[LayerCalibration(torch.ones(2, 32)), LayerCalibration(torch.ones(2, 64))])
+
+
+def test_heads_are_balanced_on_their_own():
+    """A common factor of a head's channels changes nothing."""
+    k, q = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0)).mul(4).exp()
+    together = pair_balance(k, q * torch.tensor([[1.0], [1e-4], [1e3]]), 8)
+    for head in range(3):
+        assert torch.equal(together[head], pair_balance(k[head, None], q[head, None], 8)[0])
+
+
+@pytest.mark.gpu
+def test_a_copy_on_a_device_has_windows():
+    one = calibration()
+    moved = Calibration(one.layers, windows=one.layers[:2]).to("cuda")
+    for own in (*moved.layers, *moved.windows):
+        assert own.centre.is_cuda
+        assert own.balance is None or own.balance.is_cuda
+    assert (len(moved.layers), len(moved.windows)) == (3, 2)

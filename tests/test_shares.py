@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from hf_model import make, prompt
 from kvstrata import TieredCache
-from kvstrata.cache.policy.shares import BYTES, by_slack
+from kvstrata.cache.policy.shares import BYTES, by_slack, shares_of
 from kvstrata.hf import StrataCache
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
@@ -41,6 +42,15 @@ def test_bytes_follow_the_logarithm() -> None:
     for tiny in (1e-307, 5e-324):
         assert by_slack([0.0, tiny], 20.0, 60.0, 64) == pytest.approx(by_slack([0.0, 1.0], 20.0, 60.0, 64))
     assert by_slack([0.0, 0.0], 20.0, 60.0, 64) == by_slack([1.0, 2.0], -1.0, 60.0, 64) == ()
+
+
+def test_no_layer_is_allowed_more_than_the_widest_tier() -> None:
+    """Prices are those of a page; the widest tier is the first that is quantised."""
+    budget = SimpleNamespace(page_price=[16384, 8448, 2304], page_tokens=64, amount=0.3, token_bytes=256)
+    shares = shares_of(budget, [1.0] * 12 + [1e6], 64)
+    slack, most = 0.3 * 256 - 2304 / 64, (8448 - 2304) / 64
+    assert max(shares) * slack == pytest.approx(most)
+    assert sum(shares) == pytest.approx(13)
 
 
 def test_the_sum_stays_and_no_layer_is_starved() -> None:
