@@ -97,6 +97,20 @@ def test_few_tokens_leave_the_channels_of_a_pair_alike():
     assert 0.3 > unused(80) > unused(400) > 0.01
 
 
+def test_tokens_behind_the_first_512_do_not_count():
+    """512 behind the attention sinks, also of a row with padding; the columns of no others are needed."""
+    last = 10 + balance.SINKS + balance.MOST
+    k, real = torch.nn.functional.pad(rows(590, 1), (0, 0, 10, 0)), torch.ones(1, 600, dtype=torch.bool)
+    real[:, :10] = False
+    (want, count), other = balance.from_prompt(k, k, real, ROPE, False), k.clone()
+    assert count.tolist() == [512]
+    assert balance.columns_needed(real.numpy()) == last
+    other[:, :, last:] = torch.nan
+    assert torch.equal(balance.from_prompt(other, other, real, ROPE, False)[0], want)
+    other[:, :, last - 1, 0] = 1e6
+    assert not torch.equal(balance.from_prompt(other, k, real, ROPE, False)[0], want)
+
+
 def test_channels_that_no_rule_pairs_are_those_of_the_prompt():
     k, q = rows(200, 1), rows(200, 2)
     found_k, found_q = squares(k, q, None)

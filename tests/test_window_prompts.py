@@ -318,6 +318,21 @@ def test_a_group_that_is_lost_after_its_forward_is_reported(monkeypatch: pytest.
     assert cache.memory().total
 
 
+def test_a_layer_with_more_heads_is_in_a_group_of_its_own(
+    where: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("mistral", where)
+    other = model.model.layers[2].self_attn
+    other.num_key_value_groups = 1
+    other.k_proj, other.v_proj = (torch.nn.Linear(64, 128, bias=False, device=where) for _ in range(2))
+    monkeypatch.setattr(window_prompts, "group_of", lambda left, *given: left)
+    ours = fill(model, "left", 130)
+    assert groups == [2, 1, 2]
+    one_by_one(monkeypatch)
+    same(ours, fill(model, "left", 130))
+    assert [layer.pages.shape[1] for layer in windows(ours)] == [2, 2, 4, 2, 2]
+
+
 @pytest.mark.parametrize("plain", [0, 2, 4])
 def test_a_layer_that_is_left_plain_leaves_the_others_in_groups(
     plain: int, groups: list[int], monkeypatch: pytest.MonkeyPatch
