@@ -302,7 +302,10 @@ class TieredCache(RequestOperations):
     # Writing and settling
 
     def set_interleaved(self, interleaved: bool | None) -> None:
-        """Set how RoPE pairs channels, as the argument ``interleaved`` does; for centres that are not fixed yet."""
+        """Set how RoPE pairs channels, as the argument ``interleaved`` does; for centres that are not fixed yet.
+
+        Raises ValueError for anything but True, False and None.
+        """
         if interleaved not in (None, False, True):
             raise ValueError(f"interleaved: expected True, False or None, got {interleaved!r}")
         self.interleaved = self._arguments["interleaved"] = interleaved
