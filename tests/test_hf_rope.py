@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +211,27 @@ class Late(torch.nn.Module):
 )
 def test_conditions_on_attributes_decide(attributes: dict[str, Any], applies: bool) -> None:
     assert rope.applies(Late(**attributes)) == applies
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "self.none is None", "self.place is not None", "not self.place", "self.place == 3", "self.place != 3",
+        "self.place < 3", "self.place <= 3", "self.place > 2", "self.place >= 4", "self.kind in ('a', 'b')",
+        "self.kind not in ['a', 'b']", "self.none is None and self.place", "self.none or self.place == 4",
+        "(self.place + 1) % 4", "(self.place - 3) % 4", "self.rotates[self.place]", "self.rotates[0]", "False",
+    ],
+)  # fmt: skip
+def test_conditions_have_the_value_that_python_gives_them(test: str) -> None:
+    module = SimpleNamespace(none=None, place=3, kind="a", rotates=[0, 1, 1, 1])
+    assert rope._holds(ast.parse(test, mode="eval").body, {"self": module}) == bool(eval(test, {"self": module}))
+
+
+@pytest.mark.parametrize(
+    "test", ["self.late", "self.rotates[9]", "self.place.late", "1 < self.place < 5", "-self.zero"]
+)
+def test_conditions_without_a_known_value_count_as_met(test: str) -> None:
+    assert rope._holds(ast.parse(test, mode="eval").body, {"self": SimpleNamespace(place=3, zero=0, rotates=[])})
 
 
 def test_channels_that_are_not_rotated_are_balanced_one_by_one() -> None:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import sys
 import textwrap
 from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 import torch
+
+_OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mod: operator.mod,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
 
 
 def frequencies(config: Any, head_dim: int, kind: str = "full_attention") -> list[float] | None:
@@ -59,7 +75,7 @@ def applies(module: torch.nn.Module) -> bool:
     """
     kind: Any = type(module)
     places = _conditions(kind)
-    known = {"__builtins__": {}, "self": module, "position_embeddings": _position_embeddings(module)}
+    known = {"self": module, "position_embeddings": _position_embeddings(module)}
     return not places or any(all(_holds(test, known) for test in tests) for tests in places)
 
 
@@ -73,15 +89,40 @@ def _position_embeddings(module: Any) -> object:
     return (None, None) if has_rope else None
 
 
-def _holds(test: CodeType, known: dict[str, Any]) -> bool:
+def _holds(test: ast.expr, known: dict[str, object]) -> bool:
     try:
-        return bool(eval(test, known))  # attributes and comparisons only, see `_conditions`
+        return bool(_value(test, known))
     except (AttributeError, TypeError, KeyError, IndexError):
         return True
 
 
+def _value(node: ast.AST, known: dict[str, object]) -> Any:
+    """The value of an expression without calls."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return known[node.id]
+        case ast.Attribute():
+            return getattr(_value(node.value, known), node.attr)
+        case ast.Subscript():
+            return _value(node.value, known)[_value(node.slice, known)]
+        case ast.Tuple() | ast.List():
+            return [_value(item, known) for item in node.elts]
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, known)
+        case ast.BoolOp():
+            combine = all if isinstance(node.op, ast.And) else any
+            return combine(_value(item, known) for item in node.values)
+        case ast.Compare(ops=[kind], comparators=[right]):
+            return _OPERATORS[type(kind)](_value(node.left, known), _value(right, known))
+        case ast.BinOp():
+            return _OPERATORS[type(node.op)](_value(node.left, known), _value(node.right, known))
+    raise TypeError(f"cannot evaluate {ast.unparse(node)}")
+
+
 @lru_cache(maxsize=64)
-def _conditions(kind: Any) -> tuple[tuple[CodeType, ...], ...]:
+def _conditions(kind: Any) -> tuple[tuple[ast.expr, ...], ...]:
     """For each call that rotates Q and K in the forward of an attention class, the conditions under which it runs.
 
     Only conditions on attributes of the module are kept, without calls.
@@ -91,7 +132,7 @@ def _conditions(kind: Any) -> tuple[tuple[CodeType, ...], ...]:
     except (AttributeError, OSError, TypeError, SyntaxError):
         return ()
     places = []
-    waiting: list[tuple[ast.AST, tuple[CodeType, ...]]] = [(forward, ())]
+    waiting: list[tuple[ast.AST, tuple[ast.expr, ...]]] = [(forward, ())]
     while waiting:
         node, tests = waiting.pop()
         if isinstance(node, ast.Call) and "rot" in ast.unparse(node.func).lower():
@@ -99,19 +140,19 @@ def _conditions(kind: Any) -> tuple[tuple[CodeType, ...], ...]:
         if isinstance(node, ast.If):
             otherwise = ast.UnaryOp(ast.Not(), node.test)
             for part, test in ((node.body, node.test), (node.orelse, otherwise)):
-                waiting += [(child, (*tests, *_compiled(test))) for child in part]
+                waiting += [(child, (*tests, *_known(test))) for child in part]
         else:
             waiting += [(child, tests) for child in ast.iter_child_nodes(node)]
     return tuple(places)
 
 
-def _compiled(test: ast.expr) -> list[CodeType]:
+def _known(test: ast.expr) -> list[ast.expr]:
     """A condition on attributes of the module; nothing for others."""
     nodes = list(ast.walk(test))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     if names - {"self", "position_embeddings"} or any(isinstance(node, ast.Call) for node in nodes):
         return []
-    return [compile(ast.fix_missing_locations(ast.Expression(test)), "<forward>", "eval")]
+    return [test]
 
 
 @lru_cache(maxsize=64)
