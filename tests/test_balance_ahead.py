@@ -171,10 +171,11 @@ def test_prompts_of_few_tokens_use_the_weights(tokens: int):
     k, q = (rows(40, seed).repeat(2, 1, 1, 1).float() for seed in (1, 2))
     real = torch.ones(2, 40, dtype=torch.bool)
     real[1, tokens:] = False
-    prompt, _ = balance.from_prompt(q, k, real, ROPE, False)
-    own = balance.of_first_prompt(q, k, real.numpy(), module, ROPE, has_tiers=True)
-    assert torch.equal(own[0], prompt[0])
-    assert torch.equal(own[1], by_weights if tokens < 20 else prompt[1])
+    by_prompt, _ = balance.from_prompt(q, k, real, ROPE, False)
+    prompt = q, k, real.numpy(), real.numpy().sum(1), module, ROPE
+    own = balance.of_first_prompt(*prompt, has_tiers=True)
+    assert torch.equal(own[0], by_prompt[0])
+    assert torch.equal(own[1], by_weights if tokens < 20 else by_prompt[1])
     module.q_proj = module.k_proj = None
-    assert torch.equal(balance.of_first_prompt(q, k, real.numpy(), module, ROPE, has_tiers=True), prompt)
-    assert not any(torch.equal(prompt[1], x) for x in (by_weights, torch.ones(HEADS, DIM)))
+    assert torch.equal(balance.of_first_prompt(*prompt, has_tiers=True), by_prompt)
+    assert not any(torch.equal(by_prompt[1], x) for x in (by_weights, torch.ones(HEADS, DIM)))

@@ -288,5 +288,6 @@ def test_the_other_pairing_is_never_taken() -> None:
     assert not torch.equal(halves.centre, neighbours.centre)
     assert torch.equal(later.centre, neighbours.centre)
     assert any(torch.equal(unknown.centre, cache.centre) for cache in (halves, neighbours))
-    with pytest.raises(ValueError, match="interleaved: expected True, False or None, got 'no'"):
-        make(interleaved="no")
+    for given in ("no", 1, 0.0, torch.tensor(True)):
+        with pytest.raises(ValueError, match="interleaved: expected True, False or None, got "):
+            make(interleaved=given)

@@ -227,6 +227,40 @@ def test_weights_that_are_quantised_give_a_centre_alone():
     assert of(module)[0] is None  # RoPE is somewhere else
 
 
+def test_quantised_projections_are_probed():
+    """As vLLM's linear layers: a forward that returns its output and a bias that was not added."""
+    plain, _ = of(biased(Attention()))
+
+    class Quantised(Projection):
+        input_size, params_dtype = HIDDEN, torch.float32
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.float(), self.bias), None
+
+    module = biased(Attention())
+    module.qkv_proj.__class__ = Quantised
+    weight = module.qkv_proj.weight
+    module.qkv_proj.weight = torch.nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+    own, what = of(module)
+    assert what == "balance and centre"
+    off = (own.balance.log2() - plain.balance.log2()).abs()
+    assert off.max() <= 1
+    assert off.mean() < 0.1
+    torch.testing.assert_close(own.centre * own.balance, plain.centre * plain.balance)
+    q, k = weight[: (HEADS + KV_HEADS) * DIM].split([HEADS * DIM, KV_HEADS * DIM])
+    module.q_proj, module.k_proj, bias = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), module.qkv_proj.bias
+    for name, rows, part in (("q_proj", q, slice(0, len(q))), ("k_proj", k, slice(len(q), len(q) + len(k)))):
+        linear = getattr(module, name)
+        linear.weight, linear.bias, linear.input_size = None, torch.nn.Parameter(bias[part]), HIDDEN
+        linear.params_dtype = torch.float32
+        linear.forward = lambda x, rows=rows, part=part: torch.nn.functional.linear(x, rows, bias[part])
+    del module.qkv_proj
+    parts, what = of(module)
+    assert what == "balance and centre"
+    assert (parts.balance.log2() - plain.balance.log2()).abs().mean() < 0.1
+    torch.testing.assert_close(parts.centre * parts.balance, plain.centre * plain.balance)
+
+
 def test_unsupported_modules_give_no_calibration():
     module = Attention(bias=False)
     assert of(module) == (None, "its weights need none")

@@ -104,8 +104,9 @@ def test_a_strata_cache_uses_the_models_rope() -> None:
     assert cache.tiered.rope == pytest.approx(net.model.rotary_emb.inv_freq.tolist())
     centre, far = cache.tiered.centre[0, 0], exact.mean(1)
     assert float((centre - far).norm()) < 0.3 * float((exact[:, :200].mean(1) - far).norm())
-    with pytest.raises(TypeError, match="rope: expected to be left out, since the model determines it"):
-        StrataCache(net.config, rope=[1.0])
+    for name, given in (("rope", [1.0]), ("interleaved", True)):
+        with pytest.raises(TypeError, match=f"{name}: expected to be left out, since the model determines it"):
+            StrataCache(net.config, **{name: given})
 
 
 ROTATING = [

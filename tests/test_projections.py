@@ -75,12 +75,152 @@ def test_rows_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
 NOTHING = projections.Projection(), projections.Projection()
 
 
-def test_wrapped_projections_are_unknown() -> None:
+def test_wrapped_projections_are_unknown_in_training() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["phi3"])
+    assert model.training
     attention = model.model.layers[0].self_attn
     attention.qkv_proj = torch.nn.Sequential(attention.qkv_proj)
     assert projections.of_q_and_k(attention, 2, 16) == NOTHING
     assert projections.of_q_and_k(model.model.layers[0].mlp, 2, 16) == NOTHING
+
+
+class LowRank(torch.nn.Module):
+    """An adapter as those of PEFT: a frozen layer and the product of two small ones, with a bias."""
+
+    def __init__(self, base: Any, in_features: int | None = None) -> None:
+        super().__init__()
+        self.base_layer, rows = base, base(torch.zeros(1, 64)).shape[1]
+        self.a, self.b = torch.nn.Linear(64, 4, bias=False), torch.nn.Linear(4, rows)
+        self.b.weight.data.mul_(8)
+        if in_features is not None:
+            self.in_features = in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.b(self.a(x))
+
+    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.base_layer(torch.cat([torch.zeros(1, 64), torch.eye(64)])) + self.b(torch.zeros(1, 4))
+        return (own[1:] - own[0]).mT + self.b.weight @ self.a.weight, own[0]
+
+
+class Halves(torch.nn.Linear):
+    """A layer of int8 weights and scales, as of a quantised model; returns its bias too."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias), None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_adapters_count(name: str) -> None:
+    """Balance and centre of an adapted layer are about those of one that has the adapter merged."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
+    attention = next(x for x in model.modules() if type(x).__name__.endswith("Attention"))
+    kv_heads, rope = (2, [0.1 * i for i in range(1, 5)]) if name in ("llama", "phi3") else (4, ())
+    merged = copy.deepcopy(attention)
+    for child in [x for x in dir(attention) if x in ("c_attn", "query_key_value", "qkv_proj", "q_proj", "k_proj")]:
+        base = getattr(attention, child)
+        if child != "q_proj":
+            rows = base.weight.mT if name == "gpt2" else base.weight
+            rows *= torch.randn(len(rows), 1).mul(4).exp2()
+        adapted = LowRank(base, 64 if child == "k_proj" else None).eval()
+        setattr(attention, child, adapted)
+        plain, (weight, bias) = torch.nn.Linear(64, len(adapted.merged()[1])), adapted.merged()
+        plain.weight.copy_(weight)
+        plain.bias.copy_(bias)
+        setattr(merged, child, plain)
+    expected = weights.calibration_of(merged, kv_heads, 16, rope)
+    own = weights.calibration_of(attention, kv_heads, 16, rope)
+    off = (own.balance.log2() - expected.balance.log2()).abs()
+    assert off.max() <= 1
+    assert off.mean() < 0.1, "rounded the other way, here and there"
+    assert expected.balance.log2().std() > 0.5
+    same = own.balance == expected.balance
+    torch.testing.assert_close(own.centre[same], expected.centre[same], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_quantised_weights_are_probed(scope: Any) -> None:
+    """And not kept: a layer that is not read may change in any way."""
+    attention = biased().eval()
+    rope = [10000.0 ** (-i / 8) for i in range(8)]
+    plain = weights.calibration_of(attention, 2, 16, rope)
+    hooked: list[Any] = []
+    for name in ("q_proj", "k_proj"):
+        setattr(attention, name, Halves(getattr(attention, name)).eval())
+        getattr(attention, name).register_forward_hook(lambda *args: hooked.append(args))
+    state = torch.get_rng_state()
+    with scope():
+        own = weights.calibration_of(attention, 2, 16, rope)
+        assert (own.balance.log2() - plain.balance.log2()).abs().mean() < 0.1
+        assert torch.equal(own.centre * own.balance, plain.centre * plain.balance), "the bias is known"
+        attention.k_proj.scale *= torch.where(torch.arange(32) % 16 < 4, 4096, 1).view(-1, 1)
+        own = weights.calibration_of(attention, 2, 16, rope)
+    assert (own.balance[:, :4].log2() - plain.balance[:, :4].log2()).mean() > 1
+    assert not hooked
+    assert torch.equal(state, torch.get_rng_state())
+
+
+BROKEN = {
+    "raises": lambda self, x: {}[0],
+    "shape": lambda self, x: x[..., :31],
+    "rows": lambda self, x: torch.nn.functional.linear(x[0], self.weight.float()),
+    "infinite": lambda self, x: torch.nn.functional.linear(x, self.weight.float()) / 0,
+    "text": lambda self, x: "rows",
+    "8 bit": lambda self, x: torch.nn.functional.linear(x, self.weight.float()).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@torch.no_grad()
+def test_forwards_that_fail_tell_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = biased().eval()
+    attention.k_proj = Halves(attention.k_proj).eval()
+    assert weights.balance_of(attention, 2, 16, [0.1] * 8, False) is not None
+    monkeypatch.setattr(Halves, "forward", BROKEN[kind])
+    assert weights.balance_of(attention, 2, 16, [0.1] * 8, False) is None
+    assert weights.centre_of(attention, 2, 16, [0.1] * 8, False) is not None  # its bias
+
+
+CHANGES = {
+    "data.copy_": lambda x, new: x.data.copy_(new),
+    "data +=": lambda x, new: x.data.add_(new - x),
+    "copy_": lambda x, new: x.copy_(new),
+    "data =": lambda x, new: setattr(x, "data", new.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@torch.no_grad()
+def test_a_balance_follows_its_weights(change: str, what: str) -> None:
+    attention, other = biased(), biased()
+    if what == "weight":
+        attention.k_proj.bias.zero_()
+        other.k_proj.bias.zero_()
+    new = getattr(other.k_proj, what).roll(5, 0)
+    getattr(other.k_proj, what).copy_(new)
+    rope = [10000.0 ** (-i / 8) for i in range(8)]
+    before = weights.balance_of(attention, 2, 16, rope, False)
+    CHANGES[change](getattr(attention.k_proj, what), new)
+    after = weights.balance_of(attention, 2, 16, rope, False)
+    assert torch.equal(after, weights.balance_of(other, 2, 16, rope, False))
+    assert not torch.equal(after, before)
+
+
+@torch.no_grad()
+def test_a_balance_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = biased()
+    first = weights.balance_of(attention, 2, 16, [0.1] * 8, False)
+    monkeypatch.setattr(weights, "_balance_of", None)
+    assert weights.balance_of(attention, 2, 16, [0.1] * 8, False) is first
 
 
 NORMED = {

@@ -306,7 +306,7 @@ class TieredCache(RequestOperations):
 
         Raises ValueError for anything but True, False and None.
         """
-        if interleaved not in (None, False, True):
+        if interleaved is not None and type(interleaved) is not bool:
             raise ValueError(f"interleaved: expected True, False or None, got {interleaved!r}")
         self.interleaved = self._arguments["interleaved"] = interleaved
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from kvstrata.quant.calibration import LayerCalibration
-from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of
+from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of, probed
 from kvstrata.quant.weights import balance_from_weights, centre_from_weights
 
 FAR = 1024  # position whose angle resolves slow pairs, which a 16-bit row at position 1 does not
@@ -59,8 +59,7 @@ def calibration_of(
         heads, kv_heads, dim: sizes of the layer on this rank.
         has_rope: True if the model has RoPE, for a module without one.
 
-    A balance of ones is left out. Quantised weights give a balance only from norms of Q and K, and a centre only from
-    the bias of K.
+    A balance of ones is left out. Quantised projections are called with random inputs.
     """
     children: dict[str, Any] = dict(module.named_children())
     known = {name for names in NORMS for name in names}
@@ -122,7 +121,7 @@ def _projections(children: dict[str, Any], heads: int, kv_heads: int, dim: int) 
         if all(hasattr(child, name) for name in ("num_heads", "num_kv_heads", "head_size")):
             if (child.num_heads, child.num_kv_heads, child.head_size) != (heads, kv_heads, dim):
                 return None
-            weight, bias = (getattr(child, name, None) for name in ("weight", "bias"))
+            weight, bias = _values(child)
             rows = sum(sizes) + kv_heads * int(getattr(child, "v_head_size", dim))
             (q, k), (q_bias, k_bias) = (_rows(x, rows, sizes) for x in (weight, bias))
             return Projection(q, q_bias), Projection(k, k_bias)
@@ -130,10 +129,20 @@ def _projections(children: dict[str, Any], heads: int, kv_heads: int, dim: int) 
     if None in linears:
         return None
     (q, q_bias), (k, k_bias) = (
-        [_rows(getattr(linear, name, None), size, [size])[0] for name in ("weight", "bias")]
-        for linear, size in zip(linears, sizes, strict=True)
+        [_rows(x, size, [size])[0] for x in _values(linear)] for linear, size in zip(linears, sizes, strict=True)
     )
     return Projection(q, q_bias), Projection(k, k_bias)
+
+
+def _values(linear: Any) -> tuple[Any, Any]:
+    """Weight and bias of a linear layer of this rank; estimates if the weight cannot be read."""
+    weight, bias = (getattr(linear, name, None) for name in ("weight", "bias"))
+    held = next((x for x in (*linear.parameters(), *linear.buffers()) if not x.is_meta), None)
+    inputs = getattr(linear, "input_size", None) or getattr(linear, "in_features", None)
+    if is_plain(weight) or held is None or type(inputs) is not int:
+        return weight, bias
+    own = probed(linear.forward, inputs, getattr(linear, "params_dtype", torch.bfloat16), held.device)
+    return own.weight, bias if is_plain(bias) else own.bias
 
 
 def _rows(x: Any, rows: int, sizes: list[int]) -> list[torch.Tensor | None]:

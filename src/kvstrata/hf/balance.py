@@ -3,7 +3,7 @@
 A prompt attends with the model's own function before it is stored, so its queries and keys are at hand. A few dozen
 tokens are enough: the balance is a fourth root, rounded to a power of two. The first tokens are left out if there are
 others, because the K of attention sinks is atypical. A shorter prompt uses the weights (hf/weights.py),
-assuming inputs of unit variance.
+assuming inputs of unit variance, and so does a prompt that repeats one token: it does not tell how K varies.
 
 The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
 receive attention are wide. With one format for all, some heads get worse, so only those with much to gain are balanced.
@@ -34,6 +34,8 @@ MOST = 512  # maximum number of tokens used
 AHEAD = 2048  # horizon: positions over which energies are averaged
 PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
 LEAST = 1 / 32  # a channel has at least half of this share of its pair's energy, a 64th
+SAME = 1e-4  # squared distance of V to the token before, relative to its square, up to which a token repeats it
+REPEATED = 4  # a row with fewer than one in this many tokens that differ from the one before it is a repeated token
 WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which one format is balanced
 
 
@@ -41,6 +43,7 @@ def of_first_prompt(
     query: torch.Tensor,
     key: torch.Tensor,
     new: np.ndarray,
+    useful: np.ndarray,
     module: torch.nn.Module,
     rope: Sequence[float],
     has_tiers: bool,
@@ -48,25 +51,46 @@ def of_first_prompt(
 ) -> torch.Tensor:
     """Balance of each row, float32 ``[rows, kv_heads, D]``: from its tokens, or from the weights if it has few.
 
-    Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``module`` the model's attention. Without
-    ``real`` it is uploaded, and the host waits for that.
+    Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``useful`` is from `useful_tokens`,
+    ``module`` is the model's attention. Without ``real`` it is uploaded, and the host waits for that.
     """
     turned, first = rope_of.interleaved(module), slice(columns_needed(new))
     rope = rope if rope_of.applies(module) else ()
     if real is None:
         real = torch.from_numpy(new).to(key.device, non_blocking=True)
     own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)
-    if too_short(new.sum(1)):
+    if too_short(useful):
         by_weights = weights.balance_of(module, key.shape[1], key.shape[3], rope, turned)
         instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
+        counts = torch.minimum(counts, torch.from_numpy(useful).to(counts.device, non_blocking=True))
         enough = counts >= (FEWEST if by_weights is None else ENOUGH)
         own = torch.where(enough.view(-1, 1, 1), own, instead)
     return own
 
 
-def too_short(tokens: np.ndarray) -> bool:
-    """True if a row of ``tokens [rows]`` has too few of them for an estimate where the weights determine a balance."""
-    return bool(tokens.min() < SINKS + ENOUGH)
+def too_short(useful: np.ndarray) -> bool:
+    """True if a row of ``useful [rows]`` has too few tokens for an estimate where the weights determine a balance."""
+    return bool(useful.min() < SINKS + ENOUGH)
+
+
+@torch.no_grad()
+def useful_tokens(value: torch.Tensor, new: np.ndarray) -> np.ndarray:
+    """Number of tokens of each row that an estimate can use, ``[rows]``: all, or few if most repeat the one before.
+
+    Equal tokens have equal V, because V has no RoPE. Waits for the device.
+
+    Args:
+        value: ``[rows, kv_heads, n, D]`` of the first compressed layer.
+        new: bool ``[rows, n]``, False for padding.
+    """
+    columns = columns_needed(new)
+    v = value[:, :, :columns].float()
+    moved = (v[:, :, 1:] - v[:, :, :-1]).square().sum((1, 3))
+    differs = (moved > SAME * v[:, :, 1:].square().sum((1, 3))).cpu().numpy()
+    compared = new[:, 1:columns] & new[:, : columns - 1] & (new.cumsum(1)[:, : columns - 1] > SINKS)
+    different = (differs & compared).sum(1)
+    repeats = REPEATED * different < compared.sum(1)
+    return np.where(repeats, np.minimum(different, ENOUGH - 1), new.sum(1))
 
 
 def columns_needed(real: np.ndarray) -> int:

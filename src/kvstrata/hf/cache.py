@@ -47,7 +47,7 @@ from .window_warmup import warm_up
 TOKENS = 2**15  # default capacity of the tables, unless a prompt or the config needs more; positions then take 2 bytes
 
 # Arguments of TieredCache that the caller may not pass here, and what determines them instead.
-OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope"), "")
+OWN = dict.fromkeys(("layers", "kv_heads", "head_dim", "device", "rope", "interleaved"), "")
 OWN["max_requests"] = " (max_batch= sets the number of rows)"
 OWN["sensitivity"] = " (a calibration has it)"
 
@@ -159,6 +159,7 @@ class StrataCache(Columns):
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of a buffer that may be longer
         self._checked, self.checked_window = LastMask(), LastMask()
         self.guard: Guard | None = None  # set during the first prompt
+        self.useful = np.zeros(0, int)  # tokens of each row that a balance is estimated from, in the last prompt
         self.window_guard: WindowGuard | None = None
         self.window_prompts = WindowPrompts()
 

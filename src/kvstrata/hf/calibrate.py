@@ -93,8 +93,8 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
     Returns a `Calibration` without sensitivities; a layer that is left plain for the shape of its K and V has neither
     balance nor centre. Not safe under CUDA-graph capture.
 
-    Raises ValueError for fewer tokens, for a model none of whose layers can be compressed, and for K or Q that is not
-    finite.
+    Raises ValueError for fewer tokens, for a row that repeats one token, for a model none of whose layers can be
+    compressed, and for K or Q that is not finite.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -103,8 +103,16 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
         >>> calibrate(model, torch.randint(0, 64, (1, 100))).shape
         (2, 64)
     """
-    if ids.dim() != 2 or ids.shape[1] < balance.ENOUGH:
-        raise ValueError(f"ids: expected [rows, at least {balance.ENOUGH} tokens], got shape {tuple(ids.shape)}")
+    if ids.dim() != 2 or ids.shape[1] < balance.ENOUGH or not len(ids):
+        raise ValueError(
+            f"ids: expected [at least one row, at least {balance.ENOUGH} tokens], got shape {tuple(ids.shape)}"
+        )
+    different = (ids[:, 1:] != ids[:, :-1]).sum(1)
+    if balance.REPEATED * int(different.min()) < ids.shape[1] - 1:
+        raise ValueError(
+            f"ids: expected text, got a row of {ids.shape[1]} tokens of which {int(different.min())} differ from the"
+            " one before; a repeated token does not tell how K varies"
+        )
     with warnings.catch_warnings():  # without a budget it leaves out windows, which are recorded all the same
         warnings.filterwarnings("ignore", "StrataCache compresses no layer")
         cache = StrataCache(model.config, budget=None)

@@ -44,6 +44,7 @@ class Owner(Protocol):
     calibration: Calibration | None
     importance_queries: int
     guard: Guard | None
+    useful: np.ndarray
     steps: Steps
     forward: Forward
     prompts: Prompts
@@ -169,16 +170,20 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             if self.columns + queries > tiered.max_tokens:
                 new = [queries] * len(query) if real is None else real.sum(1).tolist()
                 self.owner._reserve(max(map(add, self.lengths(), new)))
+            empty = self._to_balance()
+            if len(empty) and self.index == 0:
+                self.owner.useful = balance.useful_tokens(value, self._new_columns(queries))
+            waits = not self.columns and self._may_wait(queries)
+            if len(empty) and not waits:
+                self._balance(query, key, module, empty)
             if self.columns and few and real is None:
                 out = self._decode(query, key, value, logits)
             else:
                 self.owner.forward.drop()
-                if not self.columns and self._may_wait(queries):
+                if waits:
                     out = self._first_prompt(call)
                 else:
                     if not self.columns:
-                        if self.owner.balances:
-                            self._balance(query, key, module)
                         self._estimate(call, real)
                     out = self._prompt(call, real)
         except Exception:
@@ -187,10 +192,16 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         self.columns += queries
         return out
 
+    def _to_balance(self) -> np.ndarray:
+        """Rows without tokens, whose balance is still to be estimated."""
+        if not self.owner.balances:
+            return np.zeros(0, int)
+        return np.flatnonzero(~self.owner._real[:, : self.columns].any(1))
+
     def _may_wait(self, queries: int) -> bool:
         """True if the first prompt may be stored later."""
         new = self._new_columns(queries)
-        if self.owner.balances and balance.too_short(new.sum(1)):
+        if self.owner.balances and balance.too_short(self.owner.useful):
             return False
         return self.owner.prompts.supports(self.owner.unfinished, self.index, new)
 
@@ -220,11 +231,14 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             self._finish_estimate()
         return out
 
-    def _balance(self, query: torch.Tensor, key: torch.Tensor, module: torch.nn.Module) -> None:
-        """Fix the balance of rows that have no tokens yet."""
+    def _balance(self, query: torch.Tensor, key: torch.Tensor, module: torch.nn.Module, empty: np.ndarray) -> None:
+        """Estimate the balance of the rows ``empty``, which have no tokens yet."""
         cache, new = self.owner.tiered, self._new_columns(query.shape[2])
-        own = balance.of_first_prompt(query, key, new, module, cache.rope, self.owner.uses_mass)
-        put_balance(cache, self.index, own, range(len(query)))
+        useful = self.owner.useful[empty]
+        if len(empty) < len(query):
+            query, key, new = query[empty], key[empty], new[empty]
+        own = balance.of_first_prompt(query, key, new, useful, module, cache.rope, self.owner.uses_mass)
+        put_balance(cache, self.index, own, empty.tolist())
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""

@@ -1,6 +1,6 @@
 """Projections of Q and K of an attention module, and the norms that follow them.
 
-Rows are those of ``q_proj`` and ``k_proj``, or of one fused projection.
+Rows are those of ``q_proj`` and ``k_proj``, or of one fused projection. Quantised and adapted ones are probed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from transformers.pytorch_utils import Conv1D
 
-from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of
+from kvstrata.quant.projection import NORMS, Norm, Projection, is_plain, norm_of, probed
 
 try:
     from accelerate.utils import align_module_device, has_offloaded_params
@@ -27,6 +27,9 @@ FUSED = {
     "Phi3Attention": ("qkv_proj", False),
     "Phi4MultimodalAttention": ("qkv_proj", False),
 }
+
+
+LINEAR = (torch.nn.Linear, Conv1D)
 
 
 def linears(module: torch.nn.Module) -> list[Any]:
@@ -45,7 +48,7 @@ def norms(module: torch.nn.Module) -> list[Any]:
 def of_q_and_k(module: torch.nn.Module, kv_heads: int, dim: int) -> tuple[Projection, Projection]:
     """Projections of Q and K; of distributed weights, the rows of this rank."""
     layers, q_norm, k_norm = linears(module), *norms(module)
-    rows = [_values(layer) for layer in layers]
+    rows = [_values(layer, module) for layer in layers]
     if len(rows) == 2:
         q, k = rows
     elif isinstance(layers[0], torch.nn.Module) and any(isinstance(x, DTensor) for x in layers[0].parameters()):
@@ -67,13 +70,36 @@ def _present(layer: Any) -> Iterator[None]:
         yield
 
 
-def _values(layer: Any) -> Projection:
-    """Weight and bias of a layer."""
+def are_plain(module: torch.nn.Module) -> bool:
+    """True if weights and biases of the projections of Q and K can be read."""
+    known = (x for x in linears(module) if x is not None)
+    return all(isinstance(x, LINEAR) and _local(getattr(x, "weight", None)) is not None for x in known)
+
+
+def _values(layer: Any, module: torch.nn.Module) -> Projection:
+    """Weight and bias of a layer of ``module``."""
+    if layer is None:
+        return Projection()
     with _present(layer):
         weight, bias = (_local(getattr(layer, name, None)) for name in ("weight", "bias"))
-    if not isinstance(layer, (torch.nn.Linear, Conv1D)):  # such as an adapter, whose own weights are to be added
-        weight = None
-    return Projection(weight.mT if isinstance(layer, Conv1D) and weight is not None else weight, bias)
+        if isinstance(layer, LINEAR) and weight is not None:
+            return Projection(weight.mT if isinstance(layer, Conv1D) else weight, bias)
+        own = _probed(layer, module)
+    return own._replace(bias=bias) if isinstance(layer, LINEAR) or own.weight is None else own
+
+
+def _probed(layer: Any, module: Any) -> Projection:
+    """Estimate of a layer whose weights cannot be read, such as a quantised one or one with an adapter.
+
+    Its forward is called without hooks, in the dtype of the model. Nothing in training, where calls may have effects.
+    """
+    held = next((x for x in (*layer.parameters(), *layer.buffers()) if not x.is_meta), None)
+    config = getattr(module, "config", None)
+    inputs = getattr(layer, "in_features", None) or getattr(config, "hidden_size", None)
+    if held is None or layer.training or type(inputs) is not int:
+        return Projection()
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return probed(lambda x: type(layer).forward(layer, x), inputs, dtype, held.device)
 
 
 def _with_norm(projection: Projection, norm: Any, dim: int) -> Projection:

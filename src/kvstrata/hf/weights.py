@@ -15,14 +15,15 @@ from kvstrata.quant.projection import is_plain
 from . import projections
 from . import rope as rope_of
 
-_balances: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor | None]] = WeakKeyDictionary()
+SAMPLED = 16  # values per dimension of a weight that are compared to notice a change
+
+_balances: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
 
 
 def calibration_of(module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float]) -> LayerCalibration:
     """Balance and centre of an attention module, as far as its weights determine them.
 
-    ``rope``: radians per position of K's rotated channel pairs, empty for none. Quantised weights give only a centre,
-    from the bias of K.
+    ``rope``: radians per position of K's rotated channel pairs, empty for none.
     """
     turned = rope_of.interleaved(module)
     balance = balance_of(module, kv_heads, dim, rope, turned)
@@ -44,15 +45,21 @@ def balance_of(
     layers = [*projections.linears(module), *projections.norms(module)]
     given = [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    if any(x.is_inference() for x in tensors):  # inference tensors have no version counter
+    if not projections.are_plain(module) or any(x.is_inference() for x in tensors):  # those have no version counter
         return _balance_of(module, *sizes)
     versions = ((id(x), x.data_ptr() if is_plain(x) else 0, x._version) for x in tensors)
-    key = (*sizes, *map(type, layers), *versions)
-    known = _balances.get(module)
-    if known is None or known[0] != key:
+    key, sample, known = (*sizes, *map(type, layers), *versions), _sample(tensors), _balances.get(module)
+    if known is None or known[0] != key or not torch.equal(known[1], sample):
         with torch.inference_mode(False), torch.no_grad():
-            known = _balances[module] = key, _balance_of(module, *sizes)
-    return known[1]
+            known = _balances[module] = key, sample, _balance_of(module, *sizes)
+    return known[2]
+
+
+@torch.no_grad()
+def _sample(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Values from all over some tensors: changes through ``.data`` do not count as new versions."""
+    parts = [x[tuple(slice(None, None, max(1, n // SAMPLED)) for n in x.shape)] for x in tensors if is_plain(x)]
+    return torch.cat([x.flatten().float() for x in parts]) if parts else torch.empty(0, device="cpu")
 
 
 def _balance_of(

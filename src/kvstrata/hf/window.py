@@ -23,7 +23,7 @@ from kvstrata.cache.policy.centre import HORIZON
 from kvstrata.layout import Format
 from kvstrata.quant.calibration import Calibration, LayerCalibration
 
-from . import attention, support
+from . import attention, balance, support
 from . import mask as masks
 from .forward import Forward
 from .guard import MOST, Sample, WindowGuard
@@ -198,6 +198,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             )
         out = self._prompt(query, keys, values, mask, model_attention)
         if self.columns:
+            self._balance_empty(call, real)
             self.append(key, value, real)
         else:
             self._leave(call, real)
@@ -214,6 +215,17 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             guard, owner.window_guard = owner.window_guard, None
             if guard is not None:
                 guard.finish()
+
+    def _balance_empty(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
+        """Estimate the balance of rows that had only padding so far."""
+        empty = [row for row, length in enumerate(self.counts.lengths) if not length]
+        if not empty or not (setting := self.setting(call)).balanced:
+            return
+        query, key, value = (x[empty] for x in (call.query, call.key, call.value))
+        new = np.ones((len(empty), query.shape[2]), bool) if real is None else real[empty].cpu().numpy()
+        useful = balance.useful_tokens(value, new)
+        own = balance.of_first_prompt(query, key, new, useful, call.module, setting.rope, has_tiers=False)
+        self.calibration.balance[empty] = own
 
     def setting(self, call: attention.AttentionCall) -> Setting:
         """Setting of a first prompt."""

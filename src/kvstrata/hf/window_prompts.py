@@ -71,6 +71,7 @@ class Group(WindowRings):
         self.new = NewColumns.of(real, columns, [0] * rows)
         self.grown = RowCounts.empty(rows).grown(self.new.tokens, self.recent_tokens, self.new.ended)
         self.tokens = np.ones((rows, columns), bool) if real is None else real.cpu().numpy()
+        self.useful = self.tokens.sum(1)  # see `balance.useful_tokens`
         first = balance.columns_needed(self.tokens) if setting.balanced else 0
         last = min(columns, self.kept)
         sizes = (heads, first), (kv_heads, first), (kv_heads, last), (kv_heads, last)
@@ -108,7 +109,7 @@ class Group(WindowRings):
             tokens = np.tile(self.tokens, (layers, 1))
             all_real = torch.ones((), dtype=torch.bool, device=self.device).expand(self.tokens.shape)
             real = (all_real if self.real is None else self.real).repeat(layers, 1)
-            prompt = query, key, tokens, module, setting.rope
+            prompt = query, key, tokens, np.tile(self.useful, layers), module, setting.rope
             own.balance.copy_(balance.of_first_prompt(*prompt, has_tiers=False, real=real))
         self.held = []
         del query, key  # free them
@@ -158,7 +159,9 @@ class WindowPrompts:
             self.finish()
         if self._group is None:
             self._group, self._module = Group(layer, setting, real), call.module
-            alone = alone or (setting.balanced and balance.too_short(self._group.tokens.sum(1)))
+            if setting.balanced:
+                self._group.useful = balance.useful_tokens(call.value, self._group.tokens)
+                alone = alone or balance.too_short(self._group.useful)
             room = group_of(left + 1, self._group.layer_bytes, layer.device.type == "cpu")
             self._group.open(1 if alone else room)
         self._group.put(layer, call, given)

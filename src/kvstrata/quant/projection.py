@@ -1,4 +1,4 @@
-"""Projection of Q or K as far as its weights are known, with the norm that may follow it."""
+"""Projection of Q or K as far as it is known, with the norm that may follow it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PROBES = 256  # random inputs from which weights are estimated: their squares within about 9 %
 
 # Names that attention modules give to the norms of Q and of K
 NORMS = (("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm"))
@@ -21,9 +23,9 @@ class Norm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Rows KV head by KV head, Q with its query heads. None for what is missing, quantised, adapted or not known."""
+    """Rows KV head by KV head, Q with its query heads. None for what is missing or not known."""
 
-    weight: torch.Tensor | None = None  # [rows, inputs]
+    weight: torch.Tensor | None = None  # [rows, inputs], or another matrix whose rows have about the same products
     bias: torch.Tensor | None = None  # [rows]
     norm: Norm | None = None
 
@@ -37,6 +39,27 @@ def is_plain(weight: object) -> TypeGuard[torch.Tensor]:
     if not isinstance(weight, torch.Tensor) or weight.is_meta or wraps_others:
         return False
     return weight.is_floating_point() and weight.element_size() >= 2
+
+
+@torch.no_grad()
+def probed(call: Callable[[torch.Tensor], object], inputs: int, dtype: torch.dtype, device: torch.device) -> Projection:
+    """A projection whose weights cannot be read, from what its forward ``call`` returns for random inputs.
+
+    For x of unit variance, the products of two rows W_i x and W_j x have the mean W_i · W_j. Tells nothing if the
+    forward fails or returns something else.
+    """
+    x = torch.randn(1, PROBES + 1, inputs, generator=torch.Generator().manual_seed(0), device="cpu")
+    x[:, 0] = 0
+    try:
+        out = call(x.to(device, dtype))
+    except Exception:  # whatever a foreign layer may raise
+        return Projection()
+    out = out[0] if isinstance(out, tuple) else out  # some return their bias beside it
+    if not is_plain(out) or out.dim() != 3 or out.shape[:2] != x.shape[:2] or not bool(out.isfinite().all()):
+        return Projection()
+    bias, rows = out[0, 0].float(), out[0, 1:].float()
+    weight = (rows - bias).mT / PROBES**0.5
+    return Projection(weight, bias if bool(bias.any()) else None)
 
 
 @torch.no_grad()
