@@ -70,6 +70,34 @@ def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch):
     assert len(forward(hard, ids, balance=False, budget=0.3)) == 1
 
 
+@pytest.mark.parametrize("turns", [(30, 160), (30, 40, 140), (5, 6, 70, 150)])
+def test_a_long_turn_after_short_ones_is_checked(turns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    def talk(model: Any, mask: torch.Tensor | None = None, **options: Any) -> list[str]:
+        cache, begin = StrataCache(model.config, **SMALL | options), 0
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for end in turns:
+                seen = None if mask is None else mask[:, :end]
+                model(ids[:, begin:end], attention_mask=seen, past_key_values=cache)
+                assert cache.guard is None
+                begin = end
+        return [str(w.message) for w in caught if issubclass(w.category, BudgetWarning)]
+
+    hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(max(turns), rows=2)
+    mask = torch.ones_like(ids)
+    mask[0, : turns[0] + 5] = 0
+    assert talk(hard) == []  # with a balance
+    (found,) = talk(hard, balance=False)
+    advised = float(found.split("try budget=")[1])
+    assert 0.25 < advised < 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "add", None)
+        assert talk(hard, balance=False) == []
+    guard._seen.clear()
+    assert len(talk(hard, mask, balance=False)) == 1
+    assert talk(hard, mask, balance=False, budget=advised) == []
+
+
 def test_a_calibration_is_a_setting_of_its_own(tmp_path: Path):
     """One that was checked says nothing about a cache without one, nor about another one; copies are the same."""
     hard, ids = scaled(eval_model.model(), 8.0), eval_model.tokens(160)

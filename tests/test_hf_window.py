@@ -147,6 +147,30 @@ def test_a_format_that_is_too_narrow_for_a_window_gives_one_warning(where: str) 
 
 
 @pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
+def test_a_long_turn_after_a_short_one_is_checked(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    hard = scaled(make("mistral-window")).to(where)
+
+    def talk(mask: torch.Tensor | None = None, **options: Any) -> int:
+        cache, begin = StrataCache(hard.config, **SMALL | options), 0
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for end in (20, 60, 130):
+                seen = None if mask is None else mask[:, :end].to(where)
+                hard(IDS[:, begin:end].to(where), attention_mask=seen, past_key_values=cache)
+                assert cache.window_guard is None
+                begin = end
+        return sum(issubclass(w.category, BudgetWarning) for w in caught)
+
+    assert talk(budget=0.3) == 0
+    assert talk(budget=0.3, balance=False) == 1
+    monkeypatch.setattr(window.WindowGuard, "add", None)
+    assert talk(budget=0.3, balance=False) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(window, "LEAST", 32)
+    assert talk(MASK, budget=0.29, balance=False) == 1
+
+
+@pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
 def test_every_first_prompt_is_checked_until_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that fails does not count, a model without its last layers does; calibrations are told apart."""
 

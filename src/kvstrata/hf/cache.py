@@ -158,7 +158,7 @@ class StrataCache(Columns):
         self.steps, self.forward = Steps(), Forward(capture, compile)
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of a buffer that may be longer
         self._checked, self.checked_window = LastMask(), LastMask()
-        self.guard: Guard | None = None  # set during the first prompt
+        self.guard: Guard | None = None  # set during a prompt that is checked
         self.useful = np.zeros(0, int)  # tokens of each row that a balance is estimated from, in the last prompt
         self.window_guard: WindowGuard | None = None
         self.window_prompts = WindowPrompts()

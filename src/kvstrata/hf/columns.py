@@ -209,7 +209,7 @@ class Columns(Cache):
         self._finish_estimates()  # also if the last layer of the config was cut off
 
     def _finish_estimates(self) -> None:
-        """Warn if layers of a first prompt have a large error."""
+        """Warn if layers of a prompt have a large error."""
         guards, self.guard, self.window_guard = (self.guard, self.window_guard), None, None
         for guard in guards:
             if guard is not None:

@@ -1,7 +1,7 @@
-"""Warns during the first prompt if the budget is too small for a model.
+"""Warns during a prompt if the budget is too small for a model.
 
-The first tokens of a prompt are rounded as the tiers of the budget round them, with the balance and the centre of the
-cache, and some of its queries attend to them. The estimate is the relative error of a layer's attention output:
+The first new tokens of a prompt are rounded as the tiers of the budget round them, with the balance and the centre of
+the cache, and some of its queries attend to them. The estimate is the relative error of a layer's attention output:
 
     error(fraction)^2 = share * error(wider tier)^2 + (1 - share) * error(narrower tier)^2
 
@@ -175,7 +175,7 @@ def _warn(fraction: float, error: float, where: str, instead: str) -> None:
 
 
 class Guard:
-    """Error estimate of one cache, collected layer by layer over its first prompt; created by `begin`."""
+    """Error estimate of one cache, collected layer by layer over a prompt; created by `begin`."""
 
     def __init__(self, cache: TieredCache, request: int, chosen: bool = False) -> None:
         self.cache, self.request, self.fraction = cache, request, float(cache.budget.amount or 0)
@@ -193,7 +193,7 @@ class Guard:
         chosen: bool = False,
         calibration: Calibration | None = None,
     ) -> Guard | None:
-        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before.
+        """Guard for a prompt's new tokens, ``real [rows, n]`` without padding; None if too short or checked before.
 
         ``chosen``: the user chose the cache's tiers. ``calibration`` is the one that the cache uses.
         """
@@ -245,7 +245,7 @@ class Guard:
 
 
 class WindowGuard:
-    """Error estimate of the layers with a sliding window, in their one format, over the first prompt.
+    """Error estimate of the layers with a sliding window, in their one format, over a prompt.
 
     ``request``: row of the batch with the most tokens, ``fraction``: the cache's budget.
     """
@@ -259,7 +259,7 @@ class WindowGuard:
     def begin(
         cls, fraction: float, module: torch.nn.Module, real: np.ndarray, setting: tuple[object, ...]
     ) -> WindowGuard | None:
-        """Guard for a first prompt, ``real [rows, n]`` without padding; None if too short or checked before."""
+        """Guard for a prompt's new tokens, ``real [rows, n]`` without padding; None if too short or checked before."""
         setting = fraction, *setting
         if not _is_new(module, real, setting):
             return None

@@ -149,7 +149,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]``; stores K and V."""
-        if self.columns and self.owner.guard is not None:
+        if self.index == 0 and self.columns and self.owner.guard is not None:  # an earlier forward did not end
             self._finish_estimate()
         query, key, value, mask, positions, _, logits, module = call
         queries = query.shape[2]
@@ -183,8 +183,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
                 if waits:
                     out = self._first_prompt(call)
                 else:
-                    if not self.columns:
-                        self._estimate(call, real)
+                    self._estimate(call, real)
                     out = self._prompt(call, real)
         except Exception:
             self.owner._forget(self.columns)
@@ -252,7 +251,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
                 self._finish_estimate()
 
     def _guard(self, tiered: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
-        """Guard for a first prompt, ``real [rows, n]`` without padding; None if there is nothing to check."""
+        """Guard for a prompt, ``real [rows, n]`` without padding; None if there is nothing to check."""
         chosen = self.owner.options.get("tiers") is not None
         return Guard.begin(tiered, module, real, chosen, self.owner.calibration)
 

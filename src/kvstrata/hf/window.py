@@ -26,7 +26,7 @@ from kvstrata.quant.calibration import Calibration, LayerCalibration
 from . import attention, balance, support
 from . import mask as masks
 from .forward import Forward
-from .guard import MOST, Sample, WindowGuard
+from .guard import FEWEST, MOST, Sample, WindowGuard
 from .logits import Logits
 from .owned import Owned
 from .rope import interleaved, layer_frequencies
@@ -199,7 +199,10 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         out = self._prompt(query, keys, values, mask, model_attention)
         if self.columns:
             self._balance_empty(call, real)
+            if queries >= FEWEST and (check := self._check_of(call, real)):
+                check(self.calibration)
             self.append(key, value, real)
+            self._finish_estimate()
         else:
             self._leave(call, real)
         self.columns += queries
@@ -211,10 +214,14 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         load_kernels(self.format, call.query.shape[1], call.key.shape[1], self.dtype, self.device)
         check = self._check_of(call, real)
         owner.window_prompts.add(self, call, real, self.setting(call), self.given(), left, check)
-        if not left:
-            guard, owner.window_guard = owner.window_guard, None
-            if guard is not None:
-                guard.finish()
+        self._finish_estimate()
+
+    def _finish_estimate(self) -> None:
+        """Warn after the last layer with a compressed window if one of them has a large error."""
+        guard = self.owner.window_guard
+        if guard is not None and self.place == max(self.owner.window_layers):
+            self.owner.window_guard = None
+            guard.finish()
 
     def _balance_empty(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the balance of rows that had only padding so far."""
@@ -250,7 +257,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
     def _check_of(
         self, call: attention.AttentionCall, real: torch.Tensor | None
     ) -> Callable[[RowCalibration], None] | None:
-        """Function that estimates the format's error in a first prompt, given the balance; None without a guard."""
+        """Function that estimates the format's error in new tokens, given the balance; None without a guard."""
         owner = self.owner
         if self._is_first():
             new = np.ones((self.rows, call.key.shape[2]), bool) if real is None else real.cpu().numpy()
