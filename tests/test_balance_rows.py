@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, GlmConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GlmConfig, LlamaConfig, MistralConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_model import SIZES
-from kvstrata.hf import StrataCache, balance, weights, window
+from kvstrata.hf import StrataCache, balance, columns, guard, weights, window
 from kvstrata.hf.calibrate import calibrate
 from kvstrata.hf.rope import layer_frequencies
 
@@ -187,12 +189,95 @@ def test_rows_of_padding_are_balanced_by_a_few_tokens_without_padding() -> None:
     assert not torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_projections_are_probed_when_a_row_begins(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every call for a row that is still padding."""
+    model, ids, mask = model_of(kind), prompt(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[1, :70] = 0
+    called: list[int] = []
+    balance_of = weights.balance_of
+    monkeypatch.setattr(weights, "balance_of", lambda *args: called.append(1) or balance_of(*args))
+    run(model, ids, mask, [30])
+    first = len(called)
+    run(model, ids, mask, [30, 40, 41, 42, 65])
+    assert len(called) == 2 * first, "as often as in the first call alone"
+    run(model, ids, mask, [30, 40, 41, 42, 85])
+    assert len(called) == 4 * first, "15 tokens are too few for an estimate"
+
+
+BOTH = dict(
+    SIZES, num_hidden_layers=3, head_dim=32, sliding_window=48,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)  # fmt: skip
+
+
+def test_tokens_count_as_the_first_layer_has_them(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Deeper layers mix the first tokens into those that repeat; tiers and windows use the same count."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**BOTH)).eval().to(where)
+    ids, seen, given = torch.full((2, 60), 7), [], []
+    ids[:, 0], ids[1] = 3, prompt(1, 60)[0]
+    count, of_prompt = columns.useful_tokens, balance.of_first_prompt
+
+    def spy(query: Any, key: Any, new: Any, useful: np.ndarray, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append(useful.tolist())
+        return of_prompt(query, key, new, useful, *args, **kwargs)
+
+    monkeypatch.setattr(columns, "useful_tokens", lambda *args: seen.append(1) or count(*args))
+    monkeypatch.setattr(balance, "of_first_prompt", spy)
+    for _ in range(2):
+        with torch.no_grad():
+            model(ids.to(where), past_key_values=StrataCache(model.config, **SMALL))
+    assert given == [[0, 60]] * 6
+    assert len(seen) == 2
+    cache = StrataCache(model.config, **SMALL)
+    with torch.no_grad():
+        for text in (ids, prompt(2, 60, 5)):  # of the same size
+            cache.reset()
+            model(text.to(where), past_key_values=cache)
+    assert given[6:9] == [[0, 60]] * 3
+    assert {x for useful in given[9:] for x in useful} == {60}
+
+
+class Narrow(LlamaAttention):
+    """Attention whose head_dim a cache does not compress."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        config = copy.deepcopy(config)
+        config.head_dim = 16
+        super().__init__(config, layer_idx)
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, [x[..., :16] for x in position_embeddings], *args, **kwargs)
+
+
+@pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
+@pytest.mark.filterwarnings("default:StrataCache leaves")
+@pytest.mark.parametrize("tokens", [8, 90])
+def test_a_first_layer_that_is_left_plain(tokens: int) -> None:
+    """What the first layer of a forward does for all is done by the first one that is compressed."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | dict(num_hidden_layers=3), head_dim=32)).eval()
+    model.model.layers[0].self_attn = Narrow(model.config, 0).eval()
+    cache, ids = StrataCache(model.config, **SMALL), prompt(2, tokens)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert list(cache.plain_layers) == [0]
+    assert cache.tiered.interleaved is False
+    checked = [type(x) for x in guard._seen if x is model.model.layers[1].self_attn]
+    assert len(checked) == (tokens >= guard.FEWEST)
+
+
 def test_calibrate_refuses_a_repeated_token() -> None:
     model, ids = model_of("tiers"), prompt(2, 60)
     ids[1, 3:] = 9
-    with pytest.raises(ValueError, match=r"ids: expected text, got a row of 60 tokens of which 3 differ from the"):
+    with pytest.raises(ValueError, match=r"ids: expected text, got a row of which 0 of the 56 tokens used differ"):
         calibrate(model, ids)
     ids[1, 3:20] = ids[0, 3:20]
     calibrate(model, ids)
+    long = torch.cat([ids[:1].repeat(1, 10), torch.full((1, 900), 9)], 1)
+    calibrate(model, long)  # only the first 516 are used
+    with pytest.raises(ValueError, match="0 of the 512 tokens used"):
+        calibrate(model, long.flip(1))
     with pytest.raises(ValueError, match=r"ids: expected \[at least one row, .* got shape \(0, 60\)"):
         calibrate(model, ids[:0])

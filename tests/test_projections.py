@@ -168,10 +168,103 @@ def test_quantised_weights_are_probed(scope: Any) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+class Adapted(torch.nn.Linear):
+    """A linear layer that adds something in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.linspace(-4, 4, self.out_features).exp2()
+
+
+@torch.no_grad()
+def test_layers_with_a_forward_of_their_own_are_probed() -> None:
+    attention, other = biased().eval(), biased().eval()
+    attention.k_proj.__class__ = Adapted
+    factor = torch.linspace(-4, 4, 32).exp2()
+    other.k_proj.weight *= factor.unsqueeze(1)
+    rope = [10000.0 ** (-i / 8) for i in range(8)]
+    for linear in (attention.k_proj, other.k_proj):
+        linear.bias.zero_()
+    own, expected = (weights.balance_of(x, 2, 16, rope, False).log2() for x in (attention, other))
+    assert (own - expected).abs().mean() < 0.15
+    assert not torch.equal(own, weights.balance_of(biased(), 2, 16, rope, False).log2())
+    attention.train()  # not called then: its weight is the best guess
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(64, 32)
+    plain.weight, plain.bias, attention.k_proj = attention.k_proj.weight, attention.k_proj.bias, attention.k_proj
+    guess = weights.balance_of(attention, 2, 16, rope, False)
+    attention.k_proj = plain
+    assert torch.equal(guess, weights.balance_of(attention, 2, 16, rope, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("known", [None, torch.float32, torch.float16])
+@torch.no_grad()
+def test_probes_have_the_dtype_of_the_model(dtype: torch.dtype, known: torch.dtype | None) -> None:
+    """Which its configuration may not know."""
+    attention = biased().eval()
+    expected = weights.balance_of(attention, 2, 16, [0.1] * 8, False)
+    for name in ("q_proj", "k_proj"):
+        setattr(attention, name, torch.nn.Sequential(getattr(attention, name)).eval())
+    attention.config = copy.deepcopy(attention.config)
+    attention.to(dtype).config.dtype = known
+    own = weights.balance_of(attention, 2, 16, [0.1] * 8, False)
+    assert (own.log2() - expected.log2()).abs().mean() < 0.15
+
+
+class Flat(torch.nn.Module):
+    """A layer that takes rows without a batch and quantises them by their largest value, as int8 ones do."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 2
+        scale = x.abs().amax(1, keepdim=True) / 127
+        return self.linear((x / scale).round() * scale)
+
+
+@torch.no_grad()
+def test_layers_that_take_only_rows_are_probed() -> None:
+    attention = biased().eval()
+    plain = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    for name in ("q_proj", "k_proj"):
+        setattr(attention, name, Flat(getattr(attention, name)).eval())
+    own = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    assert (own.balance.log2() - plain.balance.log2()).abs().mean() < 0.15
+    torch.testing.assert_close(own.centre * own.balance, plain.centre * plain.balance, rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_child_in_training_is_not_called() -> None:
+    attention = biased().eval()
+    attention.k_proj = torch.nn.Sequential(attention.k_proj, torch.nn.Dropout(0.1)).eval()
+    assert weights.balance_of(attention, 2, 16, [0.1] * 8, False) is not None
+    attention.k_proj[1].train()
+    assert weights.balance_of(attention, 2, 16, [0.1] * 8, False) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_change_of_any_head_is_noticed(name: str) -> None:
+    kind, rope = ("llama", [0.1] * 8) if name == "llama" else (name, ())
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind])).eval()
+    attention = next(x for x in model.modules() if type(x).__name__.endswith("Attention"))
+    linear, kv_heads = (attention.k_proj, 2) if name == "llama" else (attention.c_attn, 4)
+    rows = linear.weight.data if name == "llama" else linear.weight.data.mT[64:128]
+    for row in range(len(rows)):
+        before = weights.balance_of(attention, kv_heads, 16, rope, None if name == "gpt2" else False)
+        rows[row] *= 1000
+        assert not torch.equal(
+            before, weights.balance_of(attention, kv_heads, 16, rope, None if name == "gpt2" else False)
+        )
+        rows[row] /= 1000
+
+
 BROKEN = {
     "raises": lambda self, x: {}[0],
     "shape": lambda self, x: x[..., :31],
-    "rows": lambda self, x: torch.nn.functional.linear(x[0], self.weight.float()),
+    "rows": lambda self, x: torch.nn.functional.linear(x[..., 1:, :], self.weight.float()),
     "infinite": lambda self, x: torch.nn.functional.linear(x, self.weight.float()) / 0,
     "text": lambda self, x: "rows",
     "8 bit": lambda self, x: torch.nn.functional.linear(x, self.weight.float()).to(torch.float8_e4m3fn),
@@ -433,3 +526,13 @@ def test_offloaded_weights_are_fetched() -> None:
     assert torch.equal(own.balance, plain.balance)
     assert torch.equal(own.centre, plain.centre)
     assert attention.k_proj.weight.is_meta, "they take memory now"
+    other = copy.deepcopy(model).eval()
+    for name in ("q_proj", "k_proj"):
+        setattr(other.model.layers[0].self_attn, name, LowRank(getattr(other.model.layers[0].self_attn, name)).eval())
+        getattr(other.model.layers[0].self_attn, name).b.weight.zero_()
+        getattr(other.model.layers[0].self_attn, name).b.bias.zero_()
+    accelerate.cpu_offload(other, torch.device("cpu"))
+    attention = other.model.layers[0].self_attn
+    assert all(x.is_meta for x in attention.parameters())
+    own = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    assert (own.balance.log2() - plain.balance.log2()).abs().mean() < 0.15

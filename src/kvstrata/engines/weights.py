@@ -141,7 +141,7 @@ def _values(linear: Any) -> tuple[Any, Any]:
     inputs = getattr(linear, "input_size", None) or getattr(linear, "in_features", None)
     if is_plain(weight) or held is None or type(inputs) is not int:
         return weight, bias
-    own = probed(linear.forward, inputs, getattr(linear, "params_dtype", torch.bfloat16), held.device)
+    own = probed(lambda x: linear.forward(x[0]), inputs, getattr(linear, "params_dtype", torch.bfloat16), held.device)
     return own.weight, bias if is_plain(bias) else own.bias
 
 

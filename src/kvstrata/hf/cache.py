@@ -159,7 +159,6 @@ class StrataCache(Columns):
         self._real = self._room = np.ones((0, 0), bool)  # [rows, columns], a view of a buffer that may be longer
         self._checked, self.checked_window = LastMask(), LastMask()
         self.guard: Guard | None = None  # set during a prompt that is checked
-        self.useful = np.zeros(0, int)  # tokens of each row that a balance is estimated from, in the last prompt
         self.window_guard: WindowGuard | None = None
         self.window_prompts = WindowPrompts()
 
@@ -447,6 +446,6 @@ class StrataCache(Columns):
         self.prompts.drop()
         self.interrupted = False
         self._tiered, self._shape, self._real = None, None, np.ones((0, 0), bool)
-        self.guard = self.window_guard = None
+        self.guard = self.window_guard = self._useful = None
         self.steps.forget()
         self.forward.drop()

@@ -107,11 +107,12 @@ def calibrate(model: Any, ids: torch.Tensor, name: str = "") -> Calibration:
         raise ValueError(
             f"ids: expected [at least one row, at least {balance.ENOUGH} tokens], got shape {tuple(ids.shape)}"
         )
-    different = (ids[:, 1:] != ids[:, :-1]).sum(1)
-    if balance.REPEATED * int(different.min()) < ids.shape[1] - 1:
+    used = ids[:, balance.SINKS : balance.SINKS + balance.MOST]
+    different = int((used[:, 1:] != used[:, :-1]).sum(1).min())
+    if balance.REPEATED * different < used.shape[1] - 1:
         raise ValueError(
-            f"ids: expected text, got a row of {ids.shape[1]} tokens of which {int(different.min())} differ from the"
-            " one before; a repeated token does not tell how K varies"
+            f"ids: expected text, got a row of which {different} of the {used.shape[1]} tokens used differ from the one"
+            " before; a repeated token does not tell how K varies"
         )
     with warnings.catch_warnings():  # without a budget it leaves out windows, which are recorded all the same
         warnings.filterwarnings("ignore", "StrataCache compresses no layer")

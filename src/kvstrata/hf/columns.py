@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from kvstrata.cache import TieredCache
 
 from . import mask as masks
+from .balance import useful_tokens
 from .forward import columns_of
 from .guard import Guard, WindowGuard
 from .hybrid import HybridLayer
@@ -41,6 +42,7 @@ class Columns(Cache):
     window_guard: WindowGuard | None
     window_prompts: WindowPrompts
     interrupted = False  # a forward failed after some layers had stored their tokens
+    _useful: tuple[np.ndarray, np.ndarray] | None = None  # new columns of the running forward, and `useful_tokens`
     _uploaded: tuple[np.ndarray, torch.Tensor] | None = None  # padding of the last prompt, and its copy on the device
 
     @property
@@ -115,6 +117,12 @@ class Columns(Cache):
         if first and queries > 1 and positions is not None and positions.dim() == 2:
             masks.check_positions(positions.to(self.unfinished.device), tokens)
         return tokens
+
+    def _useful_tokens(self, value: torch.Tensor, new: np.ndarray) -> np.ndarray:
+        """`balance.useful_tokens` of a forward's first compressed layer; deeper ones mix the tokens."""
+        if self._useful is None or not np.array_equal(self._useful[0], new):
+            self._useful = new.copy(), useful_tokens(value, new)
+        return self._useful[1]
 
     def _on_device(self, real: np.ndarray) -> torch.Tensor | None:
         """Copy of ``real [rows, n]`` on the device, shared by all layers of a forward; None without padding."""
@@ -206,6 +214,7 @@ class Columns(Cache):
     def end_forward(self) -> None:
         """A forward that was no step has returned; its layers have counted their columns."""
         self.window_prompts.finish()
+        self._useful = None
         self._finish_estimates()  # also if the last layer of the config was cut off
 
     def _finish_estimates(self) -> None:

@@ -44,7 +44,6 @@ class Owner(Protocol):
     calibration: Calibration | None
     importance_queries: int
     guard: Guard | None
-    useful: np.ndarray
     steps: Steps
     forward: Forward
     prompts: Prompts
@@ -82,6 +81,8 @@ class Owner(Protocol):
     ) -> torch.Tensor | None: ...
 
     def _forget(self, start: int) -> None: ...
+
+    def _useful_tokens(self, value: torch.Tensor, new: np.ndarray) -> np.ndarray: ...
 
     def _undo_step(self) -> None: ...
 
@@ -149,8 +150,6 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
 
     def attend(self, call: attention.AttentionCall) -> torch.Tensor:
         """Attention output ``[rows, queries, heads, D]``; stores K and V."""
-        if self.index == 0 and self.columns and self.owner.guard is not None:  # an earlier forward did not end
-            self._finish_estimate()
         query, key, value, mask, positions, _, logits, module = call
         queries = query.shape[2]
         if queries > 1:
@@ -163,19 +162,17 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             return out
         tiered = self.owner.unfinished
         few = queries <= min(DECODE_QUERIES, tiered.recent_tokens)
-        if not self.columns and self.index == 0:
-            tiered.set_interleaved(interleaved(module))
+        begins = self.owner._real.shape[1] < self.columns + queries  # the first compressed layer of a forward
         try:
             real = self.owner._tokens_among(self.columns, mask, positions, len(query), queries)
             if self.columns + queries > tiered.max_tokens:
                 new = [queries] * len(query) if real is None else real.sum(1).tolist()
                 self.owner._reserve(max(map(add, self.lengths(), new)))
-            empty = self._to_balance()
-            if len(empty) and self.index == 0:
-                self.owner.useful = balance.useful_tokens(value, self._new_columns(queries))
-            waits = not self.columns and self._may_wait(queries)
-            if len(empty) and not waits:
-                self._balance(query, key, module, empty)
+            if begins:
+                self._begin(module, queries)
+            waits = not self.columns and self._may_wait(value)
+            if not waits:
+                self._balance(query, key, value, module)
             if self.columns and few and real is None:
                 out = self._decode(query, key, value, logits)
             else:
@@ -191,16 +188,20 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         self.columns += queries
         return out
 
-    def _to_balance(self) -> np.ndarray:
-        """Rows without tokens, whose balance is still to be estimated."""
-        if not self.owner.balances:
-            return np.zeros(0, int)
-        return np.flatnonzero(~self.owner._real[:, : self.columns].any(1))
+    def _begin(self, module: torch.nn.Module, queries: int) -> None:
+        """Set, in the first layer of a forward, how RoPE pairs channels and what is checked."""
+        owner, tiered = self.owner, self.owner.unfinished
+        if not self.columns:
+            tiered.set_interleaved(interleaved(module))
+        if owner.guard is not None:  # an earlier forward did not end
+            self._finish_estimate()
+        chosen = owner.options.get("tiers") is not None
+        owner.guard = Guard.begin(tiered, module, self._new_columns(queries), chosen, owner.calibration)
 
-    def _may_wait(self, queries: int) -> bool:
+    def _may_wait(self, value: torch.Tensor) -> bool:
         """True if the first prompt may be stored later."""
-        new = self._new_columns(queries)
-        if self.owner.balances and balance.too_short(self.owner.useful):
+        new = self._new_columns(value.shape[2])
+        if self.owner.balances and balance.too_short(self.owner._useful_tokens(value, new)):
             return False
         return self.owner.prompts.supports(self.owner.unfinished, self.index, new)
 
@@ -212,8 +213,6 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         """Attend, and leave storing to `Prompts`."""
         query, key, value, mask, _, model_attention, logits, module = call
         tiered, owner, real = self.owner.unfinished, self.owner, self._new_columns(query.shape[2])
-        if self.index == 0:
-            owner.guard = self._guard(tiered, module, real)
         out = self._alone(query, key, value, mask, model_attention)
         if owner.shares:
             self.attend_shared = lambda query, mask, model_attention, logits: self._alone(
@@ -230,30 +229,27 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
             self._finish_estimate()
         return out
 
-    def _balance(self, query: torch.Tensor, key: torch.Tensor, module: torch.nn.Module, empty: np.ndarray) -> None:
-        """Estimate the balance of the rows ``empty``, which have no tokens yet."""
-        cache, new = self.owner.tiered, self._new_columns(query.shape[2])
-        useful = self.owner.useful[empty]
+    def _balance(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: torch.nn.Module) -> None:
+        """Fix the balance of rows without tokens: at first of all, later of those with tokens among the new columns."""
+        if not self.owner.balances:
+            return
+        new = self._new_columns(query.shape[2])
+        empty = np.flatnonzero(~self.owner._real[:, : self.columns].any(1) & (new.any(1) | (self.columns == 0)))
+        if not len(empty):
+            return
+        cache, useful = self.owner.tiered, self.owner._useful_tokens(value, new)
         if len(empty) < len(query):
-            query, key, new = query[empty], key[empty], new[empty]
+            query, key, new, useful = query[empty], key[empty], new[empty], useful[empty]
         own = balance.of_first_prompt(query, key, new, useful, module, cache.rope, self.owner.uses_mass)
         put_balance(cache, self.index, own, empty.tolist())
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""
-        query = call.query
-        if self.index == 0:
-            self.owner.guard = self._guard(self.owner.tiered, call.module, self._new_columns(query.shape[2]))
         if self.owner.guard is not None:
-            real = self._all(query) if real is None else real
-            self.owner.guard.add(self.index, query, call.key, call.value, real, call.logits)
+            real = self._all(call.query) if real is None else real
+            self.owner.guard.add(self.index, call.query, call.key, call.value, real, call.logits)
             if self.index == self.owner.tiered.layers - 1:
                 self._finish_estimate()
-
-    def _guard(self, tiered: TieredCache, module: torch.nn.Module, real: np.ndarray) -> Guard | None:
-        """Guard for a prompt, ``real [rows, n]`` without padding; None if there is nothing to check."""
-        chosen = self.owner.options.get("tiers") is not None
-        return Guard.begin(tiered, module, real, chosen, self.owner.calibration)
 
     @staticmethod
     def _all(query: torch.Tensor) -> torch.Tensor:

@@ -71,9 +71,14 @@ def _present(layer: Any) -> Iterator[None]:
 
 
 def are_plain(module: torch.nn.Module) -> bool:
-    """True if weights and biases of the projections of Q and K can be read."""
-    known = (x for x in linears(module) if x is not None)
-    return all(isinstance(x, LINEAR) and _local(getattr(x, "weight", None)) is not None for x in known)
+    """True if weights and biases of the projections of Q and K can be read, and are all that their forwards use."""
+    return all(
+        _is_linear(x) and _local(getattr(x, "weight", None)) is not None for x in linears(module) if x is not None
+    )
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, LINEAR) and type(layer).forward in (x.forward for x in LINEAR)
 
 
 def _values(layer: Any, module: torch.nn.Module) -> Projection:
@@ -82,24 +87,42 @@ def _values(layer: Any, module: torch.nn.Module) -> Projection:
         return Projection()
     with _present(layer):
         weight, bias = (_local(getattr(layer, name, None)) for name in ("weight", "bias"))
-        if isinstance(layer, LINEAR) and weight is not None:
-            return Projection(weight.mT if isinstance(layer, Conv1D) else weight, bias)
-        own = _probed(layer, module)
-    return own._replace(bias=bias) if isinstance(layer, LINEAR) or own.weight is None else own
+        if not isinstance(layer, LINEAR):  # its own weight may be one of several
+            weight = None
+        own = Projection(weight.mT if isinstance(layer, Conv1D) and weight is not None else weight, bias)
+        if weight is not None and _is_linear(layer):
+            return own
+        found = _probed(layer, module)
+    if found.weight is None:
+        return own
+    return found._replace(bias=bias) if isinstance(layer, LINEAR) else found
 
 
 def _probed(layer: Any, module: Any) -> Projection:
     """Estimate of a layer whose weights cannot be read, such as a quantised one or one with an adapter.
 
-    Its forward is called without hooks, in the dtype of the model. Nothing in training, where calls may have effects.
+    Its forward is called without the layer's hooks. Nothing in training, where calls may have effects.
     """
-    held = next((x for x in (*layer.parameters(), *layer.buffers()) if not x.is_meta), None)
-    config = getattr(module, "config", None)
+    config, device = getattr(module, "config", None), _device_of(layer)
     inputs = getattr(layer, "in_features", None) or getattr(config, "hidden_size", None)
-    if held is None or layer.training or type(inputs) is not int:
+    if device is None or type(inputs) is not int or any(x.training for x in layer.modules()):
         return Projection()
-    dtype = getattr(config, "dtype", None) or torch.float32
-    return probed(lambda x: type(layer).forward(layer, x), inputs, dtype, held.device)
+    held = [x.dtype for x in (*layer.parameters(), *module.parameters()) if x.is_floating_point() and x.itemsize > 1]
+    known = dict.fromkeys([getattr(config, "dtype", None), *held, torch.bfloat16, torch.float16, torch.float32])
+    for dtype in (x for x in known if isinstance(x, torch.dtype)):  # a model may have been cast after loading
+        for call in (lambda x: type(layer).forward(layer, x), lambda x: type(layer).forward(layer, x[0])):
+            own = probed(call, inputs, dtype, device)  # some layers take rows without a batch
+            if own.weight is not None:
+                return own
+    return Projection()
+
+
+def _device_of(layer: torch.nn.Module) -> torch.device | None:
+    """Device on which a layer computes; None if it has no tensors."""
+    tensors = [x for x in (*layer.parameters(), *layer.buffers()) if not x.is_meta]
+    hooks: Any = (getattr(x, "_hf_hook", None) for x in layer.modules())  # accelerate's, of offloaded weights
+    devices = [torch.device(x.execution_device) for x in hooks if getattr(x, "execution_device", None) is not None]
+    return next(iter([x.device for x in tensors] + devices), None)
 
 
 def _with_norm(projection: Projection, norm: Any, dim: int) -> Projection:

@@ -15,7 +15,7 @@ from kvstrata.quant.projection import is_plain
 from . import projections
 from . import rope as rope_of
 
-SAMPLED = 16  # values per dimension of a weight that are compared to notice a change
+SAMPLED = 16  # values of each row and column of a weight that are compared to notice a change
 
 _balances: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
 
@@ -57,8 +57,11 @@ def balance_of(
 
 @torch.no_grad()
 def _sample(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Values from all over some tensors: changes through ``.data`` do not count as new versions."""
-    parts = [x[tuple(slice(None, None, max(1, n // SAMPLED)) for n in x.shape)] for x in tensors if is_plain(x)]
+    """Values from all rows and columns of some tensors: changes through ``.data`` do not count as new versions."""
+    known = [x for x in tensors if is_plain(x)]
+    parts = [x[:, :: max(1, x.shape[1] // SAMPLED)] for x in known if x.dim() == 2]
+    parts += [x[:: max(1, len(x) // SAMPLED)] for x in known if x.dim() == 2]
+    parts += [x for x in known if x.dim() != 2]
     return torch.cat([x.flatten().float() for x in parts]) if parts else torch.empty(0, device="cpu")
 
 

@@ -61,6 +61,8 @@ class Owner(Protocol):
     @property
     def window_layers(self) -> dict[int, int]: ...
 
+    def _useful_tokens(self, value: torch.Tensor, new: np.ndarray) -> np.ndarray: ...
+
     def _keep_plain(self, place: int, reason: str) -> Any: ...
 
 
@@ -213,7 +215,8 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
         owner, left = self.owner, sum(place > self.place for place in self.owner.window_layers)
         load_kernels(self.format, call.query.shape[1], call.key.shape[1], self.dtype, self.device)
         check = self._check_of(call, real)
-        owner.window_prompts.add(self, call, real, self.setting(call), self.given(), left, check)
+        prompt = self, call, real, self.setting(call), self.given(), left, check
+        owner.window_prompts.add(*prompt, owner._useful_tokens)
         self._finish_estimate()
 
     def _finish_estimate(self) -> None:
@@ -225,14 +228,16 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
 
     def _balance_empty(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the balance of rows that had only padding so far."""
-        empty = [row for row, length in enumerate(self.counts.lengths) if not length]
-        if not empty or not (setting := self.setting(call)).balanced:
+        lengths, queries = self.counts.lengths, call.query.shape[2]
+        if all(lengths) or not (setting := self.setting(call)).balanced:
             return
-        query, key, value = (x[empty] for x in (call.query, call.key, call.value))
-        new = np.ones((len(empty), query.shape[2]), bool) if real is None else real[empty].cpu().numpy()
-        useful = balance.useful_tokens(value, new)
-        own = balance.of_first_prompt(query, key, new, useful, call.module, setting.rope, has_tiers=False)
-        self.calibration.balance[empty] = own
+        new = np.ones((self.rows, queries), bool) if real is None else real.cpu().numpy()
+        empty = [row for row, length in enumerate(lengths) if not length and new[row].any()]
+        if not empty:
+            return
+        useful = self.owner._useful_tokens(call.value, new)
+        prompt = call.query[empty], call.key[empty], new[empty], useful[empty], call.module, setting.rope
+        self.calibration.balance[empty] = balance.of_first_prompt(*prompt, has_tiers=False)
 
     def setting(self, call: attention.AttentionCall) -> Setting:
         """Setting of a first prompt."""

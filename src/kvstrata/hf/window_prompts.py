@@ -148,6 +148,7 @@ class WindowPrompts:
         given: LayerCalibration | None,
         left: int,
         check: Callable[[RowCalibration], None] | None,
+        useful_tokens: Callable[[torch.Tensor, np.ndarray], np.ndarray],
     ) -> None:
         """Take the first prompt of a layer, with ``left`` layers after it.
 
@@ -160,7 +161,7 @@ class WindowPrompts:
         if self._group is None:
             self._group, self._module = Group(layer, setting, real), call.module
             if setting.balanced:
-                self._group.useful = balance.useful_tokens(call.value, self._group.tokens)
+                self._group.useful = useful_tokens(call.value, self._group.tokens)
                 alone = alone or balance.too_short(self._group.useful)
             room = group_of(left + 1, self._group.layer_bytes, layer.device.type == "cpu")
             self._group.open(1 if alone else room)
