@@ -170,6 +170,33 @@ def test_a_long_turn_after_a_short_one_is_checked(monkeypatch: pytest.MonkeyPatc
     assert talk(MASK, budget=0.29, balance=False) == 1
 
 
+@pytest.mark.parametrize("begin", [0, 30])
+@torch.no_grad()
+def test_nothing_is_stored_if_the_warning_is_an_error(begin: int) -> None:
+    """In the only layer with a window, which is also the only one that is compressed: the turn can be tried again."""
+    hard = scaled(make("mistral-window"))
+    del hard.model.layers[1:]
+    hard.config.num_hidden_layers = 1
+    cache, other = (StrataCache(hard.config, **SMALL, budget=0.3, balance=False) for _ in range(2))
+    if begin:
+        hard(IDS[:, :begin], past_key_values=cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        with pytest.raises(BudgetWarning):
+            hard(IDS[:, begin:], past_key_values=cache)
+    assert cache.get_seq_length() == begin
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        if begin:
+            hard(IDS[:, :begin], past_key_values=other)
+        for each in (cache, other):
+            hard(IDS[:, begin:], past_key_values=each)
+            found.append(hard(IDS[:, :1], past_key_values=each).logits)
+    assert cache.layers[0].counts.lengths == [131] * 3
+    assert torch.equal(*found)
+
+
 @pytest.mark.filterwarnings("default::kvstrata.hf.guard.BudgetWarning")
 def test_every_first_prompt_is_checked_until_one_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that fails does not count, a model without its last layers does; calibrations are told apart."""

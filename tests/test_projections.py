@@ -235,6 +235,30 @@ def test_layers_that_take_only_rows_are_probed() -> None:
     torch.testing.assert_close(own.centre * own.balance, plain.centre * plain.balance, rtol=1e-4, atol=1e-3)
 
 
+class Hidden(torch.nn.Module):
+    """A layer whose weights are no tensors of the module, as those of torch.ao.quantization."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.packed, self.calls = [linear], 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.packed[0](x)
+
+
+@torch.no_grad()
+def test_layers_without_tensors_are_probed_once_each() -> None:
+    attention = biased().eval()
+    plain = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    for name in ("q_proj", "k_proj"):
+        setattr(attention, name, Hidden(getattr(attention, name)).eval())
+    own = weights.calibration_of(attention, 2, 16, [0.1] * 8)
+    assert (own.balance.log2() - plain.balance.log2()).abs().mean() < 0.15
+    torch.testing.assert_close(own.centre * own.balance, plain.centre * plain.balance)
+    assert (attention.q_proj.calls, attention.k_proj.calls) == (1, 1)
+
+
 @torch.no_grad()
 def test_a_child_in_training_is_not_called() -> None:
     attention = biased().eval()

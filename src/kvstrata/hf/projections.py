@@ -118,11 +118,13 @@ def _probed(layer: Any, module: Any) -> Projection:
 
 
 def _device_of(layer: torch.nn.Module) -> torch.device | None:
-    """Device on which a layer computes; None if it has no tensors."""
-    tensors = [x for x in (*layer.parameters(), *layer.buffers()) if not x.is_meta]
+    """Device on which a layer computes; None if it is unknown."""
+    tensors = [*layer.parameters(), *layer.buffers()]
+    if not tensors:  # those of torch.ao.quantization pack them
+        return torch.device("cpu")
     hooks: Any = (getattr(x, "_hf_hook", None) for x in layer.modules())  # accelerate's, of offloaded weights
     devices = [torch.device(x.execution_device) for x in hooks if getattr(x, "execution_device", None) is not None]
-    return next(iter([x.device for x in tensors] + devices), None)
+    return next(iter([x.device for x in tensors if not x.is_meta] + devices), None)
 
 
 def _with_norm(projection: Projection, norm: Any, dim: int) -> Projection:

@@ -10,12 +10,14 @@ import torch
 
 from kvstrata.quant import weights
 from kvstrata.quant.calibration import LayerCalibration
-from kvstrata.quant.projection import is_plain
+from kvstrata.quant.projection import Projection, is_plain
 
 from . import projections
 from . import rope as rope_of
 
 SAMPLED = 16  # values of each row and column of a weight that are compared to notice a change
+
+Projections = tuple[Projection, Projection]  # of Q and K
 
 _balances: WeakKeyDictionary[torch.nn.Module, tuple[Any, torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
 
@@ -25,20 +27,27 @@ def calibration_of(module: torch.nn.Module, kv_heads: int, dim: int, rope: Seque
 
     ``rope``: radians per position of K's rotated channel pairs, empty for none.
     """
+    own = None if projections.are_plain(module) else projections.of_q_and_k(module, kv_heads, dim)
     turned = rope_of.interleaved(module)
-    balance = balance_of(module, kv_heads, dim, rope, turned)
-    centre = centre_of(module, kv_heads, dim, rope, turned)
+    balance = balance_of(module, kv_heads, dim, rope, turned, own)
+    centre = centre_of(module, kv_heads, dim, rope, turned, own)
     if balance is not None and centre is not None:
         centre = centre / balance.to(centre.device)
     return LayerCalibration(balance, centre)
 
 
 def balance_of(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+    module: torch.nn.Module,
+    kv_heads: int,
+    dim: int,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
+    own: Projections | None = None,
 ) -> torch.Tensor | None:
     """Balance ``[kv_heads, D]`` of an attention module, or None if its weights do not determine it.
 
-    ``rope`` and ``is_interleaved`` are those of the model. Cached per module until its weights change.
+    ``rope`` and ``is_interleaved`` are those of the model; ``own``: the module's projections, if they were probed.
+    Otherwise cached per module until its weights change.
     """
     rope = rope if rope_of.applies(module) else ()
     sizes = (kv_heads, dim, tuple(rope), is_interleaved)
@@ -46,7 +55,7 @@ def balance_of(
     given = [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if not projections.are_plain(module) or any(x.is_inference() for x in tensors):  # those have no version counter
-        return _balance_of(module, *sizes)
+        return _balance_of(module, *sizes, own)
     versions = ((id(x), x.data_ptr() if is_plain(x) else 0, x._version) for x in tensors)
     key, sample, known = (*sizes, *map(type, layers), *versions), _sample(tensors), _balances.get(module)
     if known is None or known[0] != key or not torch.equal(known[1], sample):
@@ -66,17 +75,27 @@ def _sample(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _balance_of(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+    module: torch.nn.Module,
+    kv_heads: int,
+    dim: int,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
+    own: Projections | None = None,
 ) -> torch.Tensor | None:
     if rope and is_interleaved is None:
         return None
-    own = projections.of_q_and_k(module, kv_heads, dim)
+    own = own or projections.of_q_and_k(module, kv_heads, dim)
     return weights.balance_from_weights(*own, kv_heads, dim, rope, bool(is_interleaved))
 
 
 @torch.no_grad()
 def centre_of(
-    module: torch.nn.Module, kv_heads: int, dim: int, rope: Sequence[float], is_interleaved: bool | None
+    module: torch.nn.Module,
+    kv_heads: int,
+    dim: int,
+    rope: Sequence[float],
+    is_interleaved: bool | None,
+    own: Projections | None = None,
 ) -> torch.Tensor | None:
     """Centre ``[kv_heads, D]`` of K, not divided by a balance; None if the weights do not determine it.
 
@@ -85,5 +104,5 @@ def centre_of(
     rope = rope if rope_of.applies(module) else ()
     if rope and is_interleaved is None:
         return None
-    _, k = projections.of_q_and_k(module, kv_heads, dim)
+    _, k = own or projections.of_q_and_k(module, kv_heads, dim)
     return weights.centre_from_weights(k, kv_heads, dim, rope, bool(is_interleaved))

@@ -203,8 +203,8 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             self._balance_empty(call, real)
             if queries >= FEWEST and (check := self._check_of(call, real)):
                 check(self.calibration)
+            self._finish_estimate()  # before anything is stored, since the warning may be an error
             self.append(key, value, real)
-            self._finish_estimate()
         else:
             self._leave(call, real)
         self.columns += queries
