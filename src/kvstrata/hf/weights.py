@@ -50,17 +50,24 @@ def balance_of(
     Otherwise cached per module until its weights change.
     """
     rope = rope if rope_of.applies(module) else ()
-    sizes = (kv_heads, dim, tuple(rope), is_interleaved)
+    if rope and is_interleaved is None:
+        return None
+
+    def compute() -> torch.Tensor | None:
+        of_q_and_k = own or projections.of_q_and_k(module, kv_heads, dim)
+        return weights.balance_from_weights(*of_q_and_k, kv_heads, dim, rope, bool(is_interleaved))
+
     layers = [*projections.linears(module), *projections.norms(module)]
     given = [getattr(layer, name, None) for layer in layers for name in ("weight", "bias")]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if not projections.are_plain(module) or any(x.is_inference() for x in tensors):  # those have no version counter
-        return _balance_of(module, *sizes, own)
+        return compute()
     versions = ((id(x), x.data_ptr() if is_plain(x) else 0, x._version) for x in tensors)
-    key, sample, known = (*sizes, *map(type, layers), *versions), _sample(tensors), _balances.get(module)
+    key = (kv_heads, dim, tuple(rope), is_interleaved, *map(type, layers), *versions)
+    sample, known = _sample(tensors), _balances.get(module)
     if known is None or known[0] != key or not torch.equal(known[1], sample):
         with torch.inference_mode(False), torch.no_grad():
-            known = _balances[module] = key, sample, _balance_of(module, *sizes)
+            known = _balances[module] = key, sample, compute()
     return known[2]
 
 
@@ -72,20 +79,6 @@ def _sample(tensors: list[torch.Tensor]) -> torch.Tensor:
     parts += [x[:: max(1, len(x) // SAMPLED)] for x in known if x.dim() == 2]
     parts += [x for x in known if x.dim() != 2]
     return torch.cat([x.flatten().float() for x in parts]) if parts else torch.empty(0, device="cpu")
-
-
-def _balance_of(
-    module: torch.nn.Module,
-    kv_heads: int,
-    dim: int,
-    rope: Sequence[float],
-    is_interleaved: bool | None,
-    own: Projections | None = None,
-) -> torch.Tensor | None:
-    if rope and is_interleaved is None:
-        return None
-    own = own or projections.of_q_and_k(module, kv_heads, dim)
-    return weights.balance_from_weights(*own, kv_heads, dim, rope, bool(is_interleaved))
 
 
 @torch.no_grad()
