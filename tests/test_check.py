@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import emulator
 import kvstrata as library
+import packed_model
 import toy
-from conftest import invoke
+from conftest import HAS_GPU, invoke
+from kvstrata.store.packed import cuda as store_cuda
 from kvstrata.tools import child, publish
 from kvstrata.tools.bench import cases
 from kvstrata.tools.check import check, sweeps
@@ -57,6 +60,18 @@ def test_prefill_takes_what_the_sanitizer_watches():
     assert [(o.error, o.unsupported) for o in outcomes] == [(None, None)] * len(outcomes)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="all sources are looked for on the GPU, below")
+@pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+def test_the_sanitizer_sees_every_kernel_of_a_packed_store(monkeypatch):
+    """Decode steps, tails or sink tokens, and long prompts are all among the trials that it watches with --quick."""
+    packed_model.without_cuda(monkeypatch)
+    seen, load = set(), store_cuda.jit.load
+    monkeypatch.setattr(store_cuda.jit, "load", lambda source, *more: seen.add(source.name) or load(source, *more))
+    outcomes = list(sweeps.run("packed", CPU, "cuda", range(check.SANITIZER_TRIALS[True])))
+    assert [(o.error, o.unsupported) for o in outcomes] == [(None, None)] * len(outcomes)
+    assert {"quantize_tokens.cu", "quantize_tail.cu", "quantize_prompt.cu"} <= seen
+
+
 def forgets_the_last_row(store_kv, k, v, k_cache, v_cache, slot_mapping, **options):
     last = slice(0, max(len(k) - 1, 0))
     store_kv(k[last], None if v is None else v[last], k_cache, v_cache, slot_mapping[last], **options)
@@ -76,6 +91,14 @@ def copies_one_block_less(copy_pages, src, dst, src_blocks, dst_blocks, **option
     copy_pages(src, dst, src_blocks[:-2], dst_blocks[:-2], **options)
 
 
+def keeps_no_tail(store_packed, *arguments, tail=None, sink_tokens=None, **options):
+    store_packed(*arguments, sink_tokens=sink_tokens, **(options if sink_tokens else dict(backend=options["backend"])))
+
+
+def reads_sink_tokens_from_pages(decode_packed, *arguments, sink_tokens=None, **options):
+    return decode_packed(*arguments, **options)
+
+
 @pytest.mark.parametrize(
     ("op", "name", "wrong"),
     [
@@ -85,6 +108,8 @@ def copies_one_block_less(copy_pages, src, dst, src_blocks, dst_blocks, **option
         ("packed", "decode_packed", off_by_a_row),
         ("packed", "prefill_packed", off_by_a_row),
         ("packed", "copy_pages", copies_one_block_less),
+        ("packed", "store_packed", keeps_no_tail),
+        ("packed", "decode_packed", reads_sink_tokens_from_pages),
     ],
 )
 def test_a_sweep_finds_a_wrong_kernel(monkeypatch, op, name, wrong):
