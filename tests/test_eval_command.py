@@ -39,7 +39,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--policy", "best"), "policy: expected one of"),
         (("--packed", "K16V16"), "--packed: expected a quantised format such as K4V4, got 'K16V16'"),
         (("--packed", "K9V9"), "--packed: expected a format such as K4V4, got 'K9V9'"),
-        (("--calibration", "a.safetensors"), "path: expected a calibration file, got 'a.safetensors'"),
+        (("--calibration", "a.safetensors"), "--calibration: expected a calibration file, got 'a.safetensors'"),
         (("--chunk", "0"), "--chunk"),
         (("--tokens", "0"), "--tokens"),
     ],
@@ -316,7 +316,7 @@ def test_the_command_takes_stretches_of_a_text(command, tmp_path: Path) -> None:
     assert kept.exact(many) is kept.rows[2]
     assert "3 x 200" in render.table(kept, {"stretches": "3"}).document()
     assert "| 200 |" not in render.table(kept, {"stretches": "3"}).document()
-    much = ("--tokens", "2000", "--stretches", "1000", "--out", str(tmp_path / "much.json"))
+    much = ("--tokens", "1000", "--stretches", "2000", "--out", str(tmp_path / "much.json"))
     assert "at least 2000000 tokens" in command(*given[:4], *much).output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,50 @@ def test_without_numba_a_hint_says_so_once(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "numba" else find(name, *rest))
     done = generate(folder, "w3", "--device", "cpu")
     assert done.stderr.count("pip install 'kvstrata[cpu]'") == 1
+
+
+def test_a_model_with_windows_only(tmp_path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(MistralConfig(**SIZES, head_dim=32, sliding_window=256))
+    shutil.copytree(folder, tmp_path / "window", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    net.save_pretrained(tmp_path / "window")
+    done = generate(tmp_path / "window", "w3", "--context", str(folder / "before.txt"), "--budget", "0.5", "--compare")
+    assert done.exit_code == 0, done.output
+    assert "201 + 12" in done.output
+
+
+def test_float32_rows_count_as_16_bit(folder: Path) -> None:
+    """Also those that a budget of 1 keeps as they are."""
+    found = []
+    for budget in ("1", "0.5"):
+        done = generate(folder, "w3", "--context", str(folder / "before.txt"), "--budget", budget, "--json", new=1)
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(done.stdout)["full_bytes"])
+    assert found == [201 * 2 * 2 * 2 * 32 * 2] * 2
+
+
+def test_a_budget_in_bytes_that_is_too_small_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps(dict(budget_bytes=60_000, max_tokens=512)))
+    done = generate(folder, "w3", "--context", str(folder / "before.txt"), "--settings", str(settings))
+    assert "budget: expected at least" in one_line(done)
+
+
+def test_weights_that_are_missing_or_damaged_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    """Transformers would initialise missing ones at random."""
+    more, cut = tmp_path / "more", tmp_path / "cut"
+    for path in (more, cut):
+        shutil.copytree(folder, path)
+    config = json.loads((more / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (more / "config.json").write_text(json.dumps(config))
+    said = one_line(generate(more, "w3"))
+    assert f"--model: expected all weights in '{more}', it lacks 9 of them: model.layers.2.input_layernorm" in said
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert f"--model: expected a causal language model, got '{cut}' with SafetensorError" in one_line(
+        generate(cut, "w3")
+    )

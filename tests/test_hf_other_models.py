@@ -130,3 +130,16 @@ def test_decoding_names_the_reason_of_the_outer_model() -> None:
     cache = StrataCache(model.config, **SMALL, capture=True)
     greedy(model, prompt(1, 40), cache, new=4)
     assert cache.decoding == "eager: position_ids are not [rows, 1]"
+
+
+def test_recurrent_layers_are_plain() -> None:
+    """transformers gives all layers of RecurrentGemma a window, though most have no attention."""
+    from transformers import RecurrentGemmaConfig
+
+    sizes = dict(SIZES, num_key_value_heads=1, num_hidden_layers=3)
+    config = RecurrentGemmaConfig(**sizes, lru_width=64, attention_window_size=256, head_dim=32)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = StrataCache(model.config, budget=0.5)
+    model(prompt(1, 40), past_key_values=cache)
+    assert cache.plain_layers == {0: "a recurrent layer", 1: "a recurrent layer"}
+    assert cache.window_layers == {2: 256}

@@ -44,6 +44,30 @@ def test_biases_of_k_are_centred_in_each_row(monkeypatch: pytest.MonkeyPatch, wh
     assert centred < 0.8 * run()[0]
 
 
+@pytest.mark.filterwarnings("ignore:budget=:UserWarning")
+def test_padding_does_not_change_the_centre(where: str) -> None:
+    """Centres are means over the positions from a row's first token on, not from its padding on."""
+    model = make("mistral-window", where)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=0.5)
+        layer.self_attn.k_proj.bias = torch.nn.Parameter(torch.full((64,), 5.0, device=where))
+    ids = prompt(1, 90, seed=3).to(where)
+    found = []
+    for padding in (0, 7, 60):
+        columns = torch.cat([ids.new_zeros(1, padding), ids], 1)
+        mask = (torch.arange(padding + 90, device=where) >= padding).long()[None]
+        cache = StrataCache(model.config, **SMALL | dict(max_batch=1), budget=0.25)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            model(columns, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        cache.memory()  # prompts are stored
+        found.append(cache.layers[0].calibration)
+    for other in found[1:]:
+        torch.testing.assert_close(other.balance, found[0].balance)
+        torch.testing.assert_close(other.centre, found[0].centre, rtol=1e-4, atol=1e-4)
+    assert float(found[0].centre.abs().max()) > 0.5
+
+
 def calibration_of(model: Any) -> Calibration:
     """From another text, without a warning that nothing is compressed."""
     with warnings.catch_warnings():

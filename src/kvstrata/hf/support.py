@@ -72,14 +72,22 @@ def slides(config: Any, place: int, layer: Any) -> bool:
     """True if a layer of a DynamicCache only serves attention with a sliding window."""
     types = getattr(config, "layer_types", None)
     if types is None:
-        is_sliding = getattr(config, "attention_chunk_size", None) is None
+        is_sliding = getattr(config, "attention_chunk_size", None) is None and not _other_block(config, place)
     else:
         is_sliding = types[place] == "sliding_attention"
     return is_sliding and type(layer).__name__ == "DynamicSlidingWindowLayer"
 
 
+def _other_block(config: Any, place: int) -> str:
+    """Kind of a layer that has no attention, though transformers gives all of the model's a window (RecurrentGemma)."""
+    blocks = getattr(config, "layers_block_type", None) or ()
+    return blocks[place] if place < len(blocks) and blocks[place] != "attention" else ""
+
+
 def why_plain(config: Any, place: int, layer: Any) -> str:
     """Kind of a DynamicCache layer that is not compressed, in words."""
+    if getattr(config, "layer_types", None) is None and (block := _other_block(config, place)):
+        return f"a {block} layer"
     window = getattr(layer, "sliding_window", None)
     if not window:
         return type(layer).__name__

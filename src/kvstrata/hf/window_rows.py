@@ -65,12 +65,15 @@ class RowCalibration(Copied):
         if not self.centres or not rows:
             return
         key = key[:, :, -CENTRE_TOKENS:]
-        most, each = key.shape[2], max(VALUES // key[0].numel(), 1)
+        most, least, each = key.shape[2], min(counts), max(VALUES // key[0].numel(), 1)
         given = (torch.tensor(x, device="cpu").to(key.device, non_blocking=True).split(each) for x in (rows, counts))
         for index, tokens in zip(*given, strict=True):
             k = key.index_select(0, index).float() / self.balance.index_select(0, index).unsqueeze(2)
-            present = torch.arange(most, device=k.device) >= most - tokens.view(-1, 1, 1)
-            present = present.unsqueeze(-1) & (k.abs() <= LARGEST)
+            column = torch.arange(most, device=k.device)
+            if least < most:  # the first token of each row first: centres are means over the positions from there on
+                first = (most - tokens).clamp(min=0).view(-1, 1, 1, 1)
+                k = k.gather(2, ((column.view(-1, 1) + first) % most).expand_as(k))
+            present = (column < tokens.view(-1, 1, 1)).unsqueeze(-1) & (k.abs() <= LARGEST)
             k, ahead = torch.where(present, k, 0.0), torch.full_like(tokens, HORIZON)
             centre = centre_of(k, present, self.rope, ahead, self.interleaved)
             self.centre.index_copy_(0, index, centre)

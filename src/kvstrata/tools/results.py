@@ -101,7 +101,9 @@ def loads(kind: type[T], text: str, name: object, what: str, /, **expected: str)
 
 def load(kind: type[T], path: Path, what: str, /, **expected: str) -> T:
     """Read a result file; ValueError for anything else."""
-    return loads(kind, path.read_text(encoding="utf-8"), path, what, **expected)
+    with naming_errors(path, what):
+        text = path.read_text(encoding="utf-8")
+    return loads(kind, text, path, what, **expected)
 
 
 def revision_of(machine: dict[str, Any]) -> str:

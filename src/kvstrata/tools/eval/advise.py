@@ -2,7 +2,8 @@
 
 Sensitivity determines whether K or V needs the wider codes, which selects the tiers: the budget's defaults if it is K,
 for which they are chosen, otherwise a separate list. Then the smallest budget whose KL against 16 bit stays below the
-bound is found by bisection; each step decodes the user's text through the cache. The result is a JSON object of
+bound is found by bisection; each step decodes the user's text through the cache. A budget that holds only for longer
+texts is not kept. The result is a JSON object of
 `StrataCache` arguments, which `StrataCache.from_file` reads.
 """
 
@@ -35,6 +36,7 @@ class Step:
     kl: float
     fraction: float  # bytes at the end, as a fraction of 16 bit
     fits: bool
+    holds_from: int = 0  # tokens from which on the budget holds, if the text has fewer
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def advise(
                 raise
             return Step(budget, float("inf"), budget, False)
         kl = sum(map(sum, scores.kl)) / (rows * sum(scores.count))
-        return Step(budget, kl, contender.size(cache) / sizes.full_bytes(rows, tokens), kl <= bound)
+        holds_from = _holds_from(cache, budget)
+        fits = kl <= bound and not holds_from
+        return Step(budget, kl, contender.size(cache) / sizes.full_bytes(rows, tokens), fits, holds_from)
 
     def record(budget: float) -> Step:
         step = measure(budget)
@@ -113,6 +117,16 @@ def advise(
                 under = middle
     arguments = {"budget": best.budget, **arguments_at(best.budget)} if best.fits else None
     return Advice(name, arguments, steps_taken)
+
+
+def _holds_from(cache: Any, budget: float) -> int:
+    """Tokens from which on the budget holds, if the cache has fewer and takes more, so that its KL says nothing of the
+    budget; else 0."""
+    if not cache.memory().tokens:  # windows only
+        return 0
+    tiered = cache.tiered
+    short = tiered.length(0) < tiered.budget.floor_tokens and tiered.memory().fraction > budget
+    return tiered.budget.floor_tokens if short else 0
 
 
 def write(advice: Advice, path: Path) -> None:

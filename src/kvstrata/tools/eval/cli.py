@@ -16,11 +16,7 @@ import typer
 from kvstrata.tools import terminal as ui
 
 if TYPE_CHECKING:
-    import torch
-    from rich.console import Console
     from rich.progress import Progress
-
-    from kvstrata.quant.calibration import Calibration
 
     from .advise import Advice
     from .sensitivity import Sensitivity
@@ -34,6 +30,7 @@ Texts = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Tokens decoded at a time; 1 is what a server does, but is slow.")]
 LIBRARIES = ("transformers", "numpy")
+NEEDLE_ROOM = 64  # tokens for the answer to a needle
 
 
 def evaluate(
@@ -105,10 +102,9 @@ def evaluate(
     Example: kvstrata eval --packed K4V4 --calibration calibration.safetensors --tokens 1024 --chunk 64
     """
     ui.require(LIBRARIES, "hf", "this")
-    from kvstrata.quant.calibration import Calibration
     from kvstrata.tools.bench.machine import describe
 
-    from . import contenders, plot, quality, render, sizes, texts
+    from . import arguments, contenders, plot, quality, render, sizes, texts
     from . import model as models
     from . import results as saved
     from .packed import at_bytes, by_weights, check_packed
@@ -117,6 +113,7 @@ def evaluate(
     chosen = text or list(texts.DEFAULT[:1] if quick else texts.DEFAULT)
     budgets = budget or ([0.5, 0.25, 0.2] if quick else [0.5, 0.35, 0.25, 0.2])
     lengths = tokens or ([1024] if quick else [1024, 4096])
+    needle_lengths = [512] if quick else [1024, 2048]
     chunk = chunk or (64 if quick else 32)
     with ui.usage_errors():
         if not save:
@@ -125,18 +122,26 @@ def evaluate(
         machine = describe(torch_device, revision)
         path = results / machine["slug"] / "quality.json" if save else out
         lists = [entry.split(",") for entry in tiers or []]
-        _check(budgets, policy or [], lists)
+        arguments.check_cache(budgets, policy or [], lists)
         for name in packed or []:
             check_packed(name)
-        calibrated = None if calibration is None else Calibration.load(calibration)
+        calibrated, file_digest = arguments.load_calibration(calibration)
         widths = [contender for width in bits or [] for contender in contenders.at_bits(width, peers, calibrated)]
         corpus = texts.load(chosen)
         state = saved.load(path) if path.exists() else None
-        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console, calibrated)
+        net, tokenizer = arguments.load_model(model, torch_device, ui.dtype_of(dtype), console, calibrated)
+        if max_tokens is not None and max_tokens < max(lengths):
+            raise ValueError(f"--max-tokens: expected at least the {max(lengths)} of --tokens, got {max_tokens}")
+        lengths = arguments.lengths_of(net, lengths, given=bool(tokens), console=console)
+        needle_lengths = [n for n in needle_lengths if models.fits(net, n + NEEDLE_ROOM)]
         shape = sizes.sizes_of(net)
         weights = by_weights(net, shape) if packed else []
         if widths and shape.tiers is None:
             raise ValueError("--bits: expected a model with full attention, got one with sliding windows only")
+        pages = contenders.small_pages(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
+        if not (widths or packed):
+            budgets = arguments.budgets_of(net, budgets, lists, pages, given=bool(budget), console=console)
+    digests = {"model": models.digest(net)} | {f"text {key}": texts.digest(content) for key, content in corpus.items()}
     name = models.name_of(model) + (f" in {dtype}" if dtype else "")
     if state is None or (state.model, state.texts) != (name, list(corpus)):
         if state is not None:
@@ -145,8 +150,9 @@ def evaluate(
                 f" {path} has those of {state.model} on {', '.join(state.texts)}"
             )
         state = saved.Quality(machine, name, list(corpus))
-    state.machine = machine
-    pages = contenders.small_pages(settle_every) | ({} if max_tokens is None else {"max_tokens": max_tokens})
+    if changed := [key for key, value in digests.items() if state.digests.get(key, value) != value]:
+        ui.usage_error(f"--out: expected a new file, or results of the same {changed[0]}, {path} has those of another")
+    state.machine, state.digests = machine, digests
     if peers and not (widths or packed):
         state.note_absent(contenders.absent(shape))
     with ui.progress_bars(console) as bar:
@@ -161,35 +167,45 @@ def evaluate(
             )
             prompt = 0 if widths or at_equal_bytes else length // 2  # a width holds at every length
             task = bar.add_task(f"{length} tokens", total=(len(wanted) + 1) * (length - prompt))
-            quality.run(
-                net,
-                ids,
-                wanted,
-                state,
-                prompt=prompt,
-                chunk=chunk,
-                after=lambda: saved.save(state, path),
-                tick=partial(_tick, bar, task, prompt, chunk),
-            )
+            with ui.usage_errors():
+                quality.run(
+                    net,
+                    ids,
+                    wanted,
+                    state,
+                    prompt=prompt,
+                    chunk=chunk,
+                    calibration=file_digest,
+                    after=lambda: saved.save(state, path),
+                    tick=partial(_tick, bar, task, prompt, chunk),
+                )
             bar.update(task, completed=(len(wanted) + 1) * (length - prompt))
         if needles and not (widths or packed):
-            lengths = [512] if quick else [1024, 2048]
             depths = [0.5] if quick else [0.1, 0.5, 0.9]
-            ours = [contenders.strata(b, **pages) for b in budgets]
-            task = bar.add_task("needles", total=(len(ours) + 1) * len(lengths) * len(depths))
-            quality.run_needles(
-                net,
-                tokenizer,
-                next(iter(corpus.values())),
-                ours,
-                state,
-                lengths=lengths,
-                depths=depths,
-                asked=2 if quick else 4,
-                after=lambda: saved.save(state, path),
-                tick=lambda name, n: bar.advance(task),
-            )
-            bar.update(task, completed=(len(ours) + 1) * len(lengths) * len(depths))
+            if max_tokens is not None:
+                pages["max_tokens"] = max(max_tokens, *(n + NEEDLE_ROOM for n in needle_lengths))
+            ours = [
+                one
+                for b in budgets
+                for one in contenders.at_budget(b, policy or ["importance"], lists, pages, calibrated)
+            ]
+            total = (len(ours) + 1) * len(needle_lengths) * len(depths)
+            task = bar.add_task("needles", total=total)
+            with ui.usage_errors():
+                quality.run_needles(
+                    net,
+                    tokenizer,
+                    next(iter(corpus.values())),
+                    ours,
+                    state,
+                    lengths=needle_lengths,
+                    depths=depths,
+                    asked=2 if quick else 4,
+                    calibration=file_digest,
+                    after=lambda: saved.save(state, path),
+                    tick=lambda name, n: bar.advance(task),
+                )
+            bar.update(task, completed=total)
     saved.save(state, path)
     if as_json:
         sys.stdout.write(saved.dumps(state))
@@ -207,7 +223,9 @@ def advise(
     model: Model = None,
     text: Texts = None,
     kl: Annotated[float, typer.Option("--kl", help="Upper bound of the mean KL from 16 bit, in nats.")] = 0.02,
-    tokens: Annotated[int, typer.Option(min=4, help="Length of the text.")] = 2048,
+    tokens: Annotated[
+        int | None, typer.Option(min=4, help="Length of the text: 2048, or the model's context if that is shorter.")
+    ] = None,
     chunk: Chunk = 64,
     calibration: Annotated[
         Path | None, typer.Option(help="File of kvstrata calibrate; the configuration then refers to it.")
@@ -228,17 +246,15 @@ def advise(
     Example: kvstrata advise --model ./my-model --text notes.txt --calibration calibration.safetensors --json
     """
     ui.require(LIBRARIES, "hf", "this")
-    from kvstrata.quant.calibration import Calibration
-
     from . import advise as advice
-    from . import contenders, sensitivity, texts
+    from . import arguments, contenders, sensitivity, texts
     from . import model as models
 
     if not kl > 0:
         ui.usage_error(f"--kl: expected a positive number of nats, got {kl:g}")
     pages = contenders.small_pages(room=16)
     kept = pages["recent_tokens"] + pages["sink_tokens"] + pages["settle_every"]
-    if tokens // 2 <= kept:
+    if tokens is not None and tokens // 2 <= kept:
         ui.usage_error(
             f"--tokens: expected at least {2 * kept + 2}, half of them a prompt longer than the {kept} tokens that a"
             f" cache keeps at 16 bit, got {tokens}"
@@ -249,10 +265,11 @@ def advise(
         torch_device, torch_dtype = ui.device_of(device), ui.dtype_of(dtype)
         corpus = texts.load(text or list(texts.DEFAULT[:1]))
         by_file = {} if calibration is None else {"calibration": str(calibration.absolute())}
-        calibrated = None if calibration is None else Calibration.load(calibration)
-        net, tokenizer = _load_model(model, torch_device, torch_dtype, console, calibrated)
+        calibrated, _ = arguments.load_calibration(calibration)
+        net, tokenizer = arguments.load_model(model, torch_device, torch_dtype, console, calibrated)
+        (tokens,) = arguments.lengths_of(net, [tokens or 2048], tokens is not None, console)
         ids = models.encode(tokenizer, corpus, tokens).to(torch_device)
-    with ui.progress_bars(console) as bar:
+    with ui.progress_bars(console) as bar, ui.usage_errors():
         layers = net.config.get_text_config(decoder=True).num_hidden_layers
         task = bar.add_task("sensitivity", total=2 * layers)
         measured = sensitivity.measure_sensitivity(
@@ -277,7 +294,14 @@ def advise(
         console.print(f"  layer {place}: KL {measured.k[place]:.4f} by K, {measured.v[place]:.4f} by V")
     for step in advised.steps:
         mark = "kept" if step.fits else "not kept"
+        if step.holds_from:
+            mark += f": the text is too short, the budget holds from {step.holds_from:,} tokens on"
         console.print(f"  budget {step.budget:g}: {step.fraction:.3f} of 16 bit, KL {step.kl:.4f}, {mark}")
+    if advised.arguments is None and advised.steps[0].holds_from:
+        ui.usage_error(
+            f"--tokens: expected at least {advised.steps[0].holds_from}, from where on the largest budget tried holds,"
+            f" {advised.steps[0].budget}, got {tokens}"
+        )
     if advised.arguments is None:
         ui.usage_error(
             f"--kl: expected a bound that some budget keeps, got {kl}; the largest tried is {advised.steps[0].budget}"
@@ -290,7 +314,9 @@ def advise(
 def calibrate(
     model: Model = None,
     text: Texts = None,
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of each text: 512, or the model's context if that is shorter.")
+    ] = None,
     sensitivity: Annotated[
         bool,
         typer.Option(
@@ -319,16 +345,17 @@ def calibrate(
 
     from kvstrata.hf.calibrate import calibrate as calibrate_model
 
+    from . import arguments, texts
     from . import model as models
     from . import sensitivity as sides
-    from . import texts
 
     console = ui.console(as_json)
     with ui.usage_errors():
         ui.check_out(out)
         torch_device = ui.device_of(device)
         corpus = texts.load(text or list(texts.DEFAULT[:1]))
-        net, tokenizer = _load_model(model, torch_device, ui.dtype_of(dtype), console)
+        net, tokenizer = arguments.load_model(model, torch_device, ui.dtype_of(dtype), console)
+        (tokens,) = arguments.lengths_of(net, [tokens or 512], tokens is not None, console)
         ids = models.encode(tokenizer, corpus, tokens).to(torch_device)
     name = models.name_of(model)
     with ui.progress_bars(console) as bar, ui.usage_errors():
@@ -411,38 +438,5 @@ def _advised(advised: Advice, measured: Sensitivity, bound: float) -> dict[str, 
     return {"configuration": advised.arguments, "bound": bound, "sensitivity": sensitivity, "steps": steps}
 
 
-def _check(budgets: list[float], policies: list[str], tiers: list[list[str]]) -> None:
-    """Check arguments before a model is loaded; ValueError names one that no cache would accept."""
-    from kvstrata.cache import TieredCache
-    from kvstrata.cache.policy.budget import check_budget
-
-    for budget in budgets:
-        check_budget(budget, None)
-    for policy in policies:
-        TieredCache(1, 1, 64, budget=None, policy=policy)
-    for names in tiers:
-        TieredCache(1, 1, 64, budget=None, tiers=names)
-
-
 def _tick(bar: Progress, task: Any, prompt: int, chunk: int, name: str, done: int) -> None:
     bar.update(task, description=name, advance=min(chunk, done - prompt))
-
-
-def _load_model(
-    model: str | None,
-    torch_device: torch.device,
-    dtype: torch.dtype | None,
-    console: Console,
-    calibration: Calibration | None = None,
-) -> tuple[Any, Any]:
-    """Model and tokenizer, checked to run over a `StrataCache`, with the calibration if there is one."""
-    from . import model as models
-
-    console.print(f"Loading {model or 'SmolLM2-135M'} ..")
-    net, tokenizer = models.load(model, torch_device, dtype)
-    models.check_compressible(net)
-    if calibration is not None:
-        models.first_token(net, calibration)
-    if hint := ui.numba_hint(torch_device):
-        console.print(hint, markup=False, soft_wrap=True)
-    return net, tokenizer

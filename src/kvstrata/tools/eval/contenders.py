@@ -38,6 +38,11 @@ class Contender:
     budget: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def calibrated(self) -> bool:
+        """True if it uses the file of --calibration."""
+        return "calibration" in self.options or bool(self.options.get("calibrated"))
+
 
 def exact() -> Contender:
     return Contender("16 bit", "exact", lambda config, rows, tokens: DynamicCache(config=config), tensor_bytes)
@@ -83,10 +88,22 @@ def layer_bytes(cache: Any) -> int:
 
 
 def reported_bytes(cache: Any) -> int:
-    """Bytes that a `StrataCache` reports; K and V in float32 of layers that it leaves plain count as 16 bit."""
+    """Bytes that a `StrataCache` reports; rows in float32 count as 16 bit."""
+    return cache.memory().total - sum(_wide_bytes(cache)) // 2
+
+
+def full_bytes(cache: Any) -> int:
+    """Bytes of a `StrataCache`'s tokens at 16 bit, and of layers that it leaves plain."""
+    tiers, plain = _wide_bytes(cache)
+    wide = cache.tiered.memory().full if tiers else 0
+    return cache.memory().full - (wide + plain) // 2
+
+
+def _wide_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes of float32 rows in tiers, where a budget of 1 keeps those of a float32 model, and in plain layers."""
     plain = (getattr(cache.layers[place], name, None) for place in cache.plain_layers for name in ("keys", "values"))
     wide = sum(x.nbytes for x in plain if torch.is_tensor(x) and x.dtype == torch.float32)
-    return cache.memory().total - wide // 2
+    return cache.memory().tiers.get("K32V32", 0), wide
 
 
 def _recorded(options: dict[str, Any], calibration: Calibration | None) -> dict[str, Any]:
@@ -234,22 +251,38 @@ def at_budgets(
     With a calibration, each of them runs without and with it.
     """
     wanted = []
-    choices: list[list[str] | None] = [*tiers] or [None]
     for budget in budgets:
-        for policy in policies:
-            for entry in choices:
-                options = pages | {"tiers": entry or tiers_at(budget, sizes, tokens, **pages)}
-                name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
-                name += "" if entry is None else f" {','.join(entry)}"
-                kind = "ours" if name == "kvstrata" else "variant"
-                name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
-                wanted.append(strata(budget, name, kind, **options, policy=policy))
-                if calibration is not None:
-                    wanted.append(
-                        strata(budget, f"{name}, calibrated", "variant", calibration, **options, policy=policy)
-                    )
+        wanted += at_budget(budget, policies, tiers, pages, calibration, tiers_at(budget, sizes, tokens, **pages))
         wanted += kivi(budget, sizes, tokens) if with_peers else []
     return wanted + (peers() if with_peers else [])
+
+
+def at_budget(
+    budget: float,
+    policies: Sequence[str],
+    tiers: Sequence[list[str]],
+    pages: dict[str, Any],
+    calibration: Calibration | None = None,
+    default: list[str] | None = None,
+) -> list[Contender]:
+    """`StrataCache` at a budget with every policy and list of tiers, without and with a calibration if there is one.
+
+    ``default``: tiers to record where none are given; None leaves the choice to the cache.
+    """
+    wanted = []
+    choices: list[list[str] | None] = [*tiers] or [None]
+    for policy in policies:
+        for entry in choices:
+            chosen = entry or default
+            options = pages | ({} if chosen is None else {"tiers": chosen}) | {"policy": policy}
+            name = "kvstrata" if policy == "importance" else f"kvstrata {policy}"
+            name += "" if entry is None else f" {','.join(entry)}"
+            kind = "ours" if name == "kvstrata" else "variant"
+            name += f", max_tokens {pages['max_tokens']}" if "max_tokens" in pages else ""
+            wanted.append(strata(budget, name, kind, **options))
+            if calibration is not None:
+                wanted.append(strata(budget, f"{name}, calibrated", "variant", calibration, **options))
+    return wanted
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

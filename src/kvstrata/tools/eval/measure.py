@@ -11,11 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-Exact = list[torch.Tensor]  # log-probabilities of the exact run per chunk: fp16 [rows, chunk, vocabulary]
+
+class Predictions(NamedTuple):
+    """Predictions of one chunk: log-probabilities in fp16 ``[rows, chunk, vocabulary]``, and the first choices
+    ``[rows, chunk]``, which fp16 cannot always tell apart."""
+
+    logprobs: torch.Tensor
+    first: torch.Tensor
+
+    @classmethod
+    def of(cls, logprobs: torch.Tensor) -> Predictions:
+        return cls(logprobs.half(), logprobs.argmax(-1))
+
+
+Exact = list[Predictions]
 
 
 @dataclass
@@ -75,17 +88,21 @@ def decode(
         # The first token of a chunk is predicted by the previous chunk.
         predictions = own[:, :-1] if edge is None else torch.cat([edge, own[:, :-1]], 1)
         edge = own[:, -1:]
+        if not predictions.shape[1]:  # a first chunk of one token predicts nothing
+            continue
         targets = ids[:, end - predictions.shape[1] : end]
         nll = -predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1).sum(-1)
         scores.count.append(targets.shape[1])
         if keep:
-            kept.append(predictions.half())
+            if predictions.isnan().any():
+                raise ValueError(f"model: expected finite logits, got NaN by token {end}; another --dtype may help")
+            kept.append(Predictions.of(predictions))
         for row in range(rows):
             scores.nll[row].append(float(nll[row]))
             if exact is not None:
-                truth = exact[index][row].float()
+                truth = exact[index].logprobs[row].float().log_softmax(-1)  # fp16 does not sum to 1
                 scores.kl[row].append(float((truth.exp() * (truth - predictions[row])).sum()))
-                scores.agree[row].append(int((truth.argmax(-1) == predictions[row].argmax(-1)).sum()))
+                scores.agree[row].append(int((exact[index].first[row] == predictions[row].argmax(-1)).sum()))
         index += 1
         if after:
             after(end)

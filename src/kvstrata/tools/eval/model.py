@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import warnings
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kvstrata.hf.support import context
 
 if TYPE_CHECKING:
     from kvstrata.hf import StrataCache
@@ -40,15 +43,23 @@ def load(name: str | None, device: torch.device | str = "cpu", dtype: torch.dtyp
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     where, extra = _place(name)
     with contextlib.redirect_stderr(io.StringIO()):  # loading a .gguf file shows a progress bar that cannot be disabled
-        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
         try:
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **extra).eval().to(device)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):  # a list of all others follows
-                raise
-            kind = type(AutoConfig.from_pretrained(where, **extra)).__name__
-            raise ValueError(f"--model: expected a causal language model, got {name!r} with a {kind}") from error
-    return model, tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+            model, loading = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **extra)
+        except OSError:  # names the folder and the file
+            raise
+        except Exception as error:  # of safetensors, gguf, torch and transformers, which has a list of all models
+            text = " ".join(str(error).split())
+            if "Unrecognized configuration class" in text:
+                kind = type(AutoConfig.from_pretrained(where, **extra)).__name__
+                text = f"a {kind}"
+            else:
+                text = f"{type(error).__name__}: {text}"
+            raise ValueError(f"--model: expected a causal language model, got {name!r} with {text}") from error
+    if missing := sorted(loading["missing_keys"]):
+        some = ", ".join(missing[:3]) + (", .." if len(missing) > 3 else "")
+        raise ValueError(f"--model: expected all weights in {name!r}, it lacks {len(missing)} of them: {some}")
+    return model.eval().to(device), tokenizer
 
 
 def _place(name: str | None) -> tuple[str, dict[str, str]]:
@@ -75,8 +86,8 @@ def name_of(model: str | None) -> str:
 
 
 @torch.no_grad()
-def first_token(model: Any, calibration: Calibration | None = None) -> StrataCache:
-    """Return a `StrataCache` with one token of the model, which tells what it compresses.
+def first_token(model: Any, calibration: Calibration | None = None, **options: Any) -> StrataCache:
+    """Return a `StrataCache` with these options and one token of the model, which tells what it compresses.
 
     Raises what `StrataCache` raises, such as ValueError for a calibration of another model.
     """
@@ -84,9 +95,22 @@ def first_token(model: Any, calibration: Calibration | None = None) -> StrataCac
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that no layer is compressed
-        cache = StrataCache(model.config, calibration=calibration)
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        cache = StrataCache(model.config, calibration=calibration, **options)
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        logits = model(token, past_key_values=cache, use_cache=True).logits
+    if logits.isnan().any():
+        raise ValueError(f"expected finite logits, got NaN in {str(logits.dtype)[6:]}; another --dtype may help")
     return cache
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that a model's config allows a text to have; None where it does not say."""
+    return context(model.config.get_text_config(decoder=True))
+
+
+def fits(model: Any, tokens: int) -> bool:
+    room = context_of(model)
+    return room is None or tokens <= room
 
 
 def check_compressible(model: Any) -> None:
@@ -100,6 +124,15 @@ def check_compressible(model: Any) -> None:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         what = f"{type(model).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"--model: expected one that runs over a StrataCache, got {what}") from error
+
+
+def digest(model: Any) -> str:
+    """Digest of some values of each of a model's weights, which tells apart models of one name."""
+    own = hashlib.sha256()
+    for name, weights in model.state_dict().items():
+        some = weights.flatten()[:: max(weights.numel() // 64, 1)][:65]
+        own.update(f"{name} {tuple(weights.shape)} {some.tolist()}".encode())
+    return own.hexdigest()[:16]
 
 
 def encode(tokenizer: Any, texts: dict[str, str], tokens: int, stretches: int = 1) -> torch.Tensor:

@@ -22,10 +22,13 @@ def run(
     prompt: int,
     chunk: int,
     exact: measure.Exact | None = None,
+    calibration: str = "",
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> measure.Exact | None:
-    """Measure rows that are missing or of another revision; returns the exact predictions.
+    """Measure rows that are missing, of another revision or of another calibration; returns the exact predictions.
+
+    ``calibration`` is the digest of the file that calibrated contenders use.
 
     ``after`` is called after each row, ``tick`` while it is measured.
     """
@@ -39,13 +42,13 @@ def run(
         name, kind, budget, options = contender.name, contender.kind, contender.budget, plain(contender.options)
         sums = (scores.nll, scores.kl, scores.agree, scores.count)
         row = Row(name, kind, tokens, prompt, chunk, budget, options, size, full, *sums, tiers, setting[3])
-        row.measured = state.provenance
+        row.measured, row.calibration = state.provenance, calibration if contender.calibrated else ""
         state.keep(row)
         after()
 
     def is_missing(contender: Contender) -> bool:
         row = state.row(contender, setting)
-        return row is None or not state.is_current(row)
+        return row is None or not state.is_current(row, calibration if contender.calibrated else "")
 
     missing = [contender for contender in wanted if is_missing(contender)]
     if exact is None and (missing or is_missing(exact_contender)):
@@ -94,16 +97,19 @@ def run_needles(
     lengths: Sequence[int],
     depths: Sequence[float],
     asked: int,
+    calibration: str = "",
     after: Callable[[], None] = lambda: None,
     tick: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> None:
-    """Measure the needles of every contender, length and depth that are missing or of another revision."""
+    """Measure the needles of every contender, length and depth that are missing, or of another revision, calibration
+    or options."""
     for contender in [contenders.exact(), *wanted]:
+        options, digest = plain(contender.options), calibration if contender.calibrated else ""
         for tokens in lengths:
             for depth in depths:
                 key = (contender.name, contender.budget, tokens, depth)
                 old = [n for n in state.needles if (n.name, n.budget, n.tokens, n.depth) == key]
-                if any(map(state.is_current, old)):
+                if any(state.is_current(n, digest) and n.options == options for n in old):
                     continue
                 hits, logprob = 0, 0.0
                 for seed in range(asked):
@@ -112,6 +118,7 @@ def run_needles(
                     hit, answer_logprob = needle.ask(model, task, cache)
                     hits, logprob = hits + hit, logprob + answer_logprob / asked
                 found = (contender.name, contender.kind, contender.budget, tokens, depth, hits, asked, logprob)
-                state.needles = [n for n in state.needles if n not in old] + [Needle(*found, state.provenance)]
+                state.needles = [n for n in state.needles if n not in old]
+                state.needles.append(Needle(*found, state.provenance, options, digest))
                 tick(contender.name, tokens)
                 after()

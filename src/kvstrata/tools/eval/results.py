@@ -42,6 +42,7 @@ class Row:
     tiers: dict[str, int] = field(default_factory=dict)
     stretches: int = 1  # stretches of each text
     measured: str = ""  # revision and date
+    calibration: str = ""  # digest of the file, of rows with one
 
     @property
     def setting(self) -> tuple[int, int, int, int]:
@@ -101,6 +102,8 @@ class Needle:
     asked: int
     logprob: float  # mean log-probability of the answer
     measured: str = ""  # revision and date
+    options: dict[str, Any] = field(default_factory=dict)
+    calibration: str = ""  # digest of the file, of caches with one
 
 
 @dataclass
@@ -111,6 +114,7 @@ class Quality:
     absent: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     needles: list[Needle] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)  # of the model's weights and of each text
     op: str = OP  # name of the file: `quality`, or `quality_` and a suffix for other texts on the same machine
 
     @property
@@ -118,9 +122,11 @@ class Quality:
         """Revision and date of this run."""
         return results.provenance(self.machine) if self.machine else ""
 
-    def is_current(self, result: Row | Needle) -> bool:
-        """True if the result is of this run's revision: a stopped run keeps it, a later revision measures it again."""
-        return result.measured.partition(",")[0] == self.provenance.partition(",")[0]
+    def is_current(self, result: Row | Needle, calibration: str = "") -> bool:
+        """True if the result is of this run's revision and calibration: a stopped run keeps it, others measure it
+        again."""
+        same = result.measured.partition(",")[0] == self.provenance.partition(",")[0]
+        return same and result.calibration == calibration
 
     def keep(self, row: Row) -> None:
         """Add a row, in place of an older one of the same cache and setting."""

@@ -92,7 +92,6 @@ def measure_sensitivity(
         calibration = calibrate(model, ids)
     _, exact = decode(model, ids, DynamicCache(config=model.config), chunk=tokens, keep=True)
     assert exact is not None
-    exact = [chunk.float().log_softmax(-1) for chunk in exact]  # fp16 does not sum to 1, and KL could be negative
 
     def rounded(place: int, side: str) -> float:
         if place not in compressed:

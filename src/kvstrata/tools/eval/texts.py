@@ -6,6 +6,7 @@ Rules were chosen on the first three; the others were held out.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import inspect
 import os
@@ -43,6 +44,10 @@ def _docstrings(name: str) -> list[str]:
     tree = ast.parse((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     docs = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     return [doc for doc in docs if doc and len(doc) >= 200]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def load(names_or_paths: list[str]) -> dict[str, str]:

@@ -61,6 +61,7 @@ def generate(
     from rich.console import Console
     from transformers.utils import logging
 
+    from kvstrata.cache import BudgetExceeded
     from kvstrata.hf.cache import StrataCache
     from kvstrata.hf.support import context as context_of
     from kvstrata.tools.eval.model import check_compressible, load
@@ -132,7 +133,7 @@ def generate(
 
         with waiting:
             ours, *others = run(loaded, tokenizer, ids, max_new_tokens, caches, stream, tick)
-    except (LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
+    except (BudgetExceeded, LookupError, OSError, TypeError, ValueError, NotImplementedError) as error:
         ui.usage_error(str(error))
     plain = others[0] if others else None
     if as_json:

@@ -14,6 +14,7 @@ from transformers import DynamicCache, TextStreamer
 
 from kvstrata.cache.policy.budget import Memory
 from kvstrata.hf.cache import StrataCache
+from kvstrata.tools.eval.contenders import full_bytes, reported_bytes
 
 SEGMENT = 8  # tokens that a text is continued by before the next one continues
 OnText = Callable[[str], None]  # gets the text, part by part
@@ -146,7 +147,8 @@ def warm_up(model: Any, tokenizer: Any, ids: torch.Tensor, caches: Sequence[Stra
     run(model, tokenizer, ids[:, :WARM_TOKENS], 2, caches)
     for cache in caches:
         if cache is not None:
-            cache.tiered.gather(0)  # reads codes, as settling will
+            if cache.memory().tokens:  # none in tiers, if all layers have windows
+                cache.tiered.gather(0)  # reads codes, as settling will
             cache.reset()
     return _compilations() > before
 
@@ -170,17 +172,17 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
 
 
 def table(ours: Run, plain: Run | None, tokenizer: Any) -> Table:
-    """Table of the measurements and of the first difference between the texts."""
+    """Table of the measurements and of the first difference between the texts; float32 counts as 16 bit."""
     assert ours.cache is not None
-    memory = ours.cache.memory()
+    memory, sizes = ours.cache.memory(), (reported_bytes(ours.cache), full_bytes(ours.cache))
     runs = [run for run in (ours, plain) if run]
     result = Table("", *(run.name for run in runs))
     result.add_row("prompt + new tokens", *(f"{run.prompt} + {len(run.tokens)}" for run in runs))
     result.add_row("to the first token", *(f"{run.first:.2f} s" for run in runs))
     result.add_row("decode", *("-" if run.speed is None else f"{run.speed:.2f} tokens/s" for run in runs))
     result.add_row("decode steps", *(_steps(run) for run in runs))
-    result.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in (memory.total, memory.full)[: len(runs)]))
-    result.add_row("of 16 bit", *(f"{share:.3f}" for share in (memory.fraction, 1.0)[: len(runs)]))
+    result.add_row("cache", *(f"{size / 1e6:.2f} MB" for size in sizes[: len(runs)]))
+    result.add_row("of 16 bit", *(f"{share:.3f}" for share in (sizes[0] / sizes[1], 1.0)[: len(runs)]))
     tiers = ", ".join(f"{name} {share:.0%}" for name, share in _tiers(memory).items())
     result.add_row("tokens by tier", tiers or "-", *["all at 16 bit"] * bool(plain))
     if ours.cache.plain_layers:
@@ -201,7 +203,7 @@ def _steps(run: Run) -> str:
 def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
     """Measurements as plain data. ``tiers``: share of the tokens in each; ``compare``: None without ``plain``."""
     assert ours.cache is not None
-    memory = ours.cache.memory()
+    memory, size, full = ours.cache.memory(), reported_bytes(ours.cache), full_bytes(ours.cache)
 
     def facts_of(run: Run) -> dict[str, Any]:
         text = tokenizer.decode(run.tokens, skip_special_tokens=True)
@@ -212,9 +214,9 @@ def facts(ours: Run, plain: Run | None, tokenizer: Any) -> dict[str, Any]:
         "budget": ours.cache.options.get("budget"),
         "budget_bytes": ours.cache.options.get("budget_bytes"),
         **facts_of(ours),
-        "cache_bytes": memory.total,
-        "full_bytes": memory.full,
-        "fraction": memory.fraction,
+        "cache_bytes": size,
+        "full_bytes": full,
+        "fraction": size / full,
         "decoding": _steps(ours),
         "tiers": _tiers(memory),
         "plain_layers": sorted(ours.cache.plain_layers),
