@@ -34,7 +34,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         net.config.max_position_embeddings = context
         with torch.no_grad():
             net.lm_head.weight.mul_(scale)
-        monkeypatch.setattr(models, "load", lambda *given: (net, Letters()))
+        monkeypatch.setattr(models, "load", lambda name, device, dtype=None: (net.to(device), Letters()))
         return CliRunner().invoke(app, [*arguments, "--text", str(tmp_path / text)])
 
     return run
