@@ -143,10 +143,10 @@ def test_mass_in_triton_is_that_of_softmax(
     k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
     wanted = torch.zeros(rows, 2, columns)
     samples = [(torch.arange((queries - 1) % (stride := -(-queries // limit)), queries, stride), 1.0)]
-    if queries > 128 and limit > 64:  # half of the weight on the newest 64
+    if queries > 128 and limit > 64:  # an eighth of the weight on the newest 64
         stride = -(-queries // (limit - 64))
-        samples = [(torch.arange((queries - 1) % stride, queries, stride), 0.5)]
-        samples.append((torch.arange(queries - 64, queries), 0.5))
+        samples = [(torch.arange((queries - 1) % stride, queries, stride), 0.875)]
+        samples.append((torch.arange(queries - 64, queries), 0.125))
     for chosen, share in samples:
         seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
         scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2

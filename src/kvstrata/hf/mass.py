@@ -1,8 +1,8 @@
 """Attention mass that the queries of a prompt give to its tokens: the initial importance in the cache.
 
 A decode step gets mass from `decode_attention`. Prompts attend with the model's own function, which returns no
-probabilities, so up to `limit` queries are recomputed here. Half of the weight is that of the newest queries, which
-attend most like the tokens to come; the other half is that of evenly spaced ones.
+probabilities, so up to `limit` queries are recomputed here: evenly spaced ones, and the newest, which attend most like
+the tokens to come.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .logits import Logits
 from .mask import visible
 
 CHUNK = 16  # queries at a time; their scores determine the memory needed
-NEWEST = 64  # queries at the end of a prompt that have half of the weight
+NEWEST = 64  # queries at the end of a prompt that are all sampled
+NEWEST_SHARE = 0.125  # of the weight, theirs (docs/perf-log.md)
 
 
 class Sample(NamedTuple):
@@ -42,8 +43,8 @@ def samples_of(queries: int, limit: int) -> tuple[Sample, ...]:
     """Samples of at most ``limit`` of the queries of a prompt: evenly spaced ones, and the newest if there are many."""
     newest = queries > 2 * NEWEST and limit > NEWEST
     stride = -(-queries // (limit - NEWEST if newest else limit))
-    even = Sample((queries - 1) % stride, stride, 0.5 if newest else 1.0)
-    return (even, Sample(queries - NEWEST, 1, 0.5)) if newest else (even,)
+    even = Sample((queries - 1) % stride, stride, 1 - NEWEST_SHARE if newest else 1.0)
+    return (even, Sample(queries - NEWEST, 1, NEWEST_SHARE)) if newest else (even,)
 
 
 def weights_of(is_token: torch.Tensor, samples: tuple[Sample, ...]) -> list[torch.Tensor]:
@@ -54,7 +55,7 @@ def weights_of(is_token: torch.Tensor, samples: tuple[Sample, ...]) -> list[torc
     flags = [is_token[:, x.first :: x.stride].float() for x in samples]
     counts = [x.sum(1, keepdim=True) for x in flags]
     shares = [(n > 0).float() * x.share for n, x in zip(counts, samples, strict=True)]
-    tokens = is_token.sum(1, keepdim=True) / sum(shares).clamp(min=0.5)  # type: ignore[union-attr]
+    tokens = is_token.sum(1, keepdim=True) / sum(shares).clamp(min=NEWEST_SHARE)  # type: ignore[union-attr]
     return [flag * (share * tokens / n.clamp(min=1)) for flag, share, n in zip(flags, shares, counts, strict=True)]
 
 
