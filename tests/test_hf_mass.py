@@ -94,7 +94,8 @@ def test_prompt_mass_is_that_of_softmax(by: str, monkeypatch: pytest.MonkeyPatch
 def test_prompt_mass_in_chunks_is_that_of_softmax(
     limit: int, padding: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks of queries behind older tokens: each looks only at columns up to its own, all or every third."""
+    """Several chunks of queries behind older tokens: each looks only at columns up to its own. All of them,
+    or the newest 10 and every fourth of the others."""
     use(by, monkeypatch)
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
@@ -103,9 +104,12 @@ def test_prompt_mass_in_chunks_is_that_of_softmax(
     column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~is_token, -1)], 1)
     seen = (column_position >= 0) & (column_position <= query_position[0, :, None])
     weights = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
-    sampled = torch.arange(49, -1, -50 // limit)
-    part = is_token[0, sampled]
-    expected = (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * int(is_token.sum()) / int(part.sum())
+    expected = torch.zeros(1, 60)
+    for begin, end, stride in [(0, 50, 1)] if limit == 50 else [(40, 50, 1), (0, 40, 4)]:
+        sampled = torch.arange(end - 1, begin - 1, -stride)
+        part = is_token[0, sampled]
+        tokens = int(is_token[0, begin:end].sum())
+        expected += (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * tokens / int(part.sum())
     given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), is_token, Logits(0.3), limit)
     torch.testing.assert_close(given[0], expected)
 
@@ -142,16 +146,19 @@ def test_mass_in_triton_is_that_of_softmax(
     q = torch.randn(rows, queries, 2 * group, dim, dtype=torch.float16).transpose(1, 2)
     k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
     wanted = torch.zeros(rows, 2, columns)
-    samples = [(torch.arange((queries - 1) % (stride := -(-queries // limit)), queries, stride), 1.0)]
-    if queries > 128 and limit > 64:  # an eighth of the weight on the newest 64
-        stride = -(-queries // (limit - 64))
-        samples = [(torch.arange((queries - 1) % stride, queries, stride), 0.875)]
-        samples.append((torch.arange(queries - 64, queries), 0.125))
-    for chosen, share in samples:
+    samples = [(torch.arange(queries), queries)]
+    if queries > limit:  # every query of the newest, at most half of the limit
+        edge = queries - min(64, limit // 2)
+        stride = -(-edge // (limit - (queries - edge)))
+        samples = [
+            (torch.arange((edge - 1) % stride, edge, stride), edge),
+            (torch.arange(edge, queries), queries - edge),
+        ]
+    for chosen, stand_for in samples:
         seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
         scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
-        wanted += weights * (share * queries / len(chosen))
+        wanted += weights * (stand_for / len(chosen))
     position, q, k = torch.arange(columns, device=device).expand(rows, -1), q.to(device), k.to(device)
     given = [
         prompt_mass(
@@ -201,17 +208,21 @@ def test_scratch_of_the_loops_is_used_again_in_any_mode(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("tokens", [slice(0, 150), slice(0, 70), slice(90, 150), slice(3, 3)])
 def test_weights_sum_to_the_tokens_of_a_row(tokens: slice) -> None:
-    """Also if the newest queries, or all evenly spaced ones, are padding, which has no weight."""
+    """Also if the newest queries, or those before, are padding, which has no weight."""
     is_token = torch.zeros(2, 150, dtype=torch.bool)
     is_token[0, tokens], is_token[1] = True, True
     for limit in (300, 150, 70, 40, 1):
         samples = mass.samples_of(150, limit)
-        assert sum(x.count(150) for x in samples) <= max(limit, 2)
+        assert sum(x.size for x in samples) <= limit
+        assert sum(x.end - x.begin for x in samples) == 150
         weights = mass.weights_of(is_token, samples)
         for sample, weight in zip(samples, weights, strict=True):
-            assert not weight[~is_token[:, sample.first :: sample.stride]].any()
-        wanted = is_token.sum(1) * torch.tensor([any(bool(x[0].any()) for x in weights), True])
-        torch.testing.assert_close(sum(x.sum(1) for x in weights), wanted.float())
+            flags = is_token[:, sample.chosen]
+            assert weight.shape == flags.shape == (2, sample.size)
+            assert not weight[~flags].any()
+            wanted = is_token[:, sample.begin : sample.end].sum(1) * flags.any(1)
+            torch.testing.assert_close(weight.sum(1), wanted.float())
+            assert wanted[1] == sample.end - sample.begin
 
 
 def test_mass_kernels_compile_without_spills() -> None:

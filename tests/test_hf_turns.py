@@ -155,7 +155,7 @@ def test_several_chunks_and_few_queries(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(chunks) == 2
 
 
-def test_newest_queries_of_a_long_turn_have_half_of_the_weight() -> None:
+def test_newest_and_evenly_spaced_queries_of_a_long_turn() -> None:
     compare("llama", padded(270, slice(0, 60), slice(200, 270)), [100, 270], 1, "reference", importance_queries=80)
 
 

@@ -1,8 +1,8 @@
 """Attention mass that the queries of a prompt give to its tokens: the initial importance in the cache.
 
 A decode step gets mass from `decode_attention`. Prompts attend with the model's own function, which returns no
-probabilities, so up to `limit` queries are recomputed here: evenly spaced ones, and the newest, which attend most like
-the tokens to come.
+probabilities, so up to `limit` queries are recomputed here: the newest, since only they see the newest tokens, and
+evenly spaced ones of those before.
 """
 
 from __future__ import annotations
@@ -20,43 +20,51 @@ from .logits import Logits
 from .mask import visible
 
 CHUNK = 16  # queries at a time; their scores determine the memory needed
-NEWEST = 64  # queries at the end of a prompt that are all sampled
-NEWEST_SHARE = 0.125  # of the weight, theirs (docs/perf-log.md)
+NEWEST = 64  # queries at the end of a prompt that are all sampled, but at most half of the limit
 
 
 class Sample(NamedTuple):
-    """Queries ``first``, ``first + stride`` and so on up to the last one of a prompt, and their share of the weight."""
+    """Queries ``begin`` to ``end`` of a prompt, represented by every ``stride``-th: the last one, and so on back."""
 
-    first: int
+    begin: int
+    end: int
     stride: int
-    share: float
+
+    @property
+    def size(self) -> int:
+        return -(-(self.end - self.begin) // self.stride)
+
+    @property
+    def chosen(self) -> slice:
+        """The sampled queries, oldest first."""
+        return slice(self.end - 1 - (self.size - 1) * self.stride, self.end, self.stride)
 
     def of(self, query: torch.Tensor) -> torch.Tensor:
         """View of the sampled queries of ``[rows, heads, queries, D]``."""
-        return query[:, :, self.first :: self.stride]
-
-    def count(self, queries: int) -> int:
-        return len(range(self.first, queries, self.stride))
+        return query[:, :, self.chosen]
 
 
 def samples_of(queries: int, limit: int) -> tuple[Sample, ...]:
-    """Samples of at most ``limit`` of the queries of a prompt: evenly spaced ones, and the newest if there are many."""
-    newest = queries > 2 * NEWEST and limit > NEWEST
-    stride = -(-queries // (limit - NEWEST if newest else limit))
-    even = Sample((queries - 1) % stride, stride, 1 - NEWEST_SHARE if newest else 1.0)
-    return (even, Sample(queries - NEWEST, 1, NEWEST_SHARE)) if newest else (even,)
+    """Samples of at most ``limit`` of the queries of a prompt: the newest, and evenly spaced ones of those before."""
+    newest = min(NEWEST, limit // 2)
+    if queries <= limit or not newest:
+        return (Sample(0, queries, -(-queries // limit)),)
+    edge = queries - newest
+    return (Sample(edge, queries, 1), Sample(0, edge, -(-edge // (limit - newest))))
 
 
 def weights_of(is_token: torch.Tensor, samples: tuple[Sample, ...]) -> list[torch.Tensor]:
     """Number of queries that each sampled one represents, float32 ``[rows, sampled]`` of each sample.
 
-    ``is_token``: bool ``[rows, queries]``, False for padding, which has no weight. They sum to the tokens of a row.
+    ``is_token``: bool ``[rows, queries]``, False for padding, which has no weight. The weights of a sample sum to its
+    tokens, or to 0 if it has sampled only padding.
     """
-    flags = [is_token[:, x.first :: x.stride].float() for x in samples]
-    counts = [x.sum(1, keepdim=True) for x in flags]
-    shares = [(n > 0).float() * x.share for n, x in zip(counts, samples, strict=True)]
-    tokens = is_token.sum(1, keepdim=True) / sum(shares).clamp(min=NEWEST_SHARE)  # type: ignore[union-attr]
-    return [flag * (share * tokens / n.clamp(min=1)) for flag, share, n in zip(flags, shares, counts, strict=True)]
+    weights = []
+    for sample in samples:
+        flag = is_token[:, sample.chosen].float()
+        tokens = is_token[:, sample.begin : sample.end].sum(1, keepdim=True)
+        weights.append(flag * (tokens / flag.sum(1, keepdim=True).clamp(min=1)))
+    return weights
 
 
 class _Prompt(NamedTuple):
@@ -105,8 +113,8 @@ def prompt_mass(
     by_query = torch.zeros(is_token.shape, dtype=torch.float32, device=query.device)
     used = torch.zeros(queries, dtype=torch.bool, device=query.device)
     for sample, its_weight in zip(samples, weights_of(is_token, samples), strict=True):
-        by_query[:, sample.first :: sample.stride] += its_weight
-        used[sample.first :: sample.stride] = True
+        by_query[:, sample.chosen] = its_weight
+        used[sample.chosen] = True
     sampled = used.nonzero().squeeze(1).flip(0)
     weight = by_query[:, sampled]
     # Without padding, only columns of the chunk's own queries can be hidden.
@@ -142,17 +150,23 @@ def triton_mass(
     from .mass_triton import sampled_mass
 
     samples = samples_of(queries, limit)
-    counts, key, total = [x.count(queries) for x in samples], key.detach(), None
+    key, total = key.detach(), None
     weights = None if positions is None else weights_of(positions[2], samples)
-    for i, (sample, q) in enumerate(zip(samples, sampled.detach().split(counts, 2), strict=True)):
+    for i, (sample, q) in enumerate(zip(samples, sampled.detach().split([x.size for x in samples], 2), strict=True)):
+        columns = key.shape[2] - queries + sample.end  # that its queries see
+        seen = key[:, :, :columns]
         if positions is None or weights is None:
-            mass = sampled_mass(q, key, sample.stride, sample.share * queries / counts[i], logits)
+            weight = (sample.end - sample.begin) / sample.size
+            mass = sampled_mass(q, seen, sample.stride, weight, logits)
         else:
             query_position, column_position, _ = positions
-            chosen = query_position[:, sample.first :: sample.stride]
-            places = (x.to(torch.int32).contiguous() for x in (chosen, column_position))
-            mass = sampled_mass(q, key, sample.stride, weights[i], logits, *places)
-        total = mass if total is None else total.add_(mass)
+            own = query_position[:, sample.chosen], column_position[..., :columns]
+            places = (x.to(torch.int32).contiguous() for x in own)
+            mass = sampled_mass(q, seen, sample.stride, weights[i], logits, *places)
+        if total is None:
+            total = mass
+        else:
+            total[..., :columns].add_(mass)
     assert total is not None
     return total
 

@@ -99,11 +99,12 @@ def _mass(
     mass = torch.zeros(len(samples), batch, longest, kv_heads, dtype=torch.float32, device=lse.device)
     parts = []
     for out, sample, weight in zip(mass, samples, _weights(columns.tokens, samples), strict=True):
-        chosen = slice(sample.first, None, sample.stride)
+        chosen, seen = sample.chosen, slice(0, sample.end)  # new columns that its queries see
         tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
         own, weights = (upload(x) for x in (columns.position[:, chosen].astype(np.int32), weight))
         query = sample.of(rows.query.detach())
-        put_mass(out, query, tops, rows.key.detach(), sample.stride, weights, logits, own, new_position)
+        key = rows.key.detach()[:, :, seen]
+        put_mass(out, query, tops, key, sample.stride, weights, logits, own, new_position[..., seen])
         parts.append((out, query, tops, weights, own))
     requests = list(range(batch))
     buckets, _, past = source_of(cache, layer, requests)
