@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -32,6 +34,19 @@ def use(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mass_numba, "SCORES", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def chosen_by(head: int, group: int, queries: int, limit: int) -> list[tuple[torch.Tensor, range]]:
+    """Queries that a head of a group samples, and the range that they represent: all, or newest and older ones."""
+    newest = range(queries - min(64, limit // 2), queries)
+    parts = []
+    for of in [range(queries)] if queries <= limit or not newest else [newest, range(newest.start)]:
+        stride = 1 if of is newest else -(-len(of) // (limit - (len(newest) if queries > limit else 0)))
+        last = of.stop - 1 - int(head / group * stride)
+        own = torch.arange(last, -1, -stride)[: len(of) // stride]
+        assert own.min() >= of.start
+        parts.append((own, of))
+    return parts
 
 
 @pytest.mark.parametrize("by", BY)
@@ -95,7 +110,7 @@ def test_prompt_mass_in_chunks_is_that_of_softmax(
     limit: int, padding: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks of queries behind older tokens: each looks only at columns up to its own. All of them,
-    or the newest 10 and every fourth of the others."""
+    or the newest 10 and every fourth of the others, of which the second head takes those in between."""
     use(by, monkeypatch)
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 1, 60, 16)
@@ -104,14 +119,14 @@ def test_prompt_mass_in_chunks_is_that_of_softmax(
     column_position = torch.cat([torch.arange(10).unsqueeze(0), query_position.masked_fill(~is_token, -1)], 1)
     seen = (column_position >= 0) & (column_position <= query_position[0, :, None])
     weights = (q @ k.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
-    expected = torch.zeros(1, 60)
-    for begin, end, stride in [(0, 50, 1)] if limit == 50 else [(40, 50, 1), (0, 40, 4)]:
-        sampled = torch.arange(end - 1, begin - 1, -stride)
-        part = is_token[0, sampled]
-        tokens = int(is_token[0, begin:end].sum())
-        expected += (weights[:, :, sampled] * part[:, None]).sum((1, 2)) * tokens / int(part.sum())
+    expected = torch.zeros(60)
+    for head in range(2):
+        for sampled, of in chosen_by(head, 2, 50, limit):
+            part = is_token[0, sampled]
+            tokens = int(is_token[0, of].sum())
+            expected += (weights[0, head, sampled] * part[:, None]).sum(0) * tokens / int(part.sum())
     given = prompt_mass(q, k, query_position, column_position.unsqueeze(1), is_token, Logits(0.3), limit)
-    torch.testing.assert_close(given[0], expected)
+    torch.testing.assert_close(given[0, 0], expected)
 
 
 def test_importance_comes_from_attention() -> None:
@@ -146,19 +161,12 @@ def test_mass_in_triton_is_that_of_softmax(
     q = torch.randn(rows, queries, 2 * group, dim, dtype=torch.float16).transpose(1, 2)
     k = torch.randn(rows, columns, 2, 2 * dim, dtype=torch.float16).transpose(1, 2)[..., :dim]
     wanted = torch.zeros(rows, 2, columns)
-    samples = [(torch.arange(queries), queries)]
-    if queries > limit:  # every query of the newest, at most half of the limit
-        edge = queries - min(64, limit // 2)
-        stride = -(-edge // (limit - (queries - edge)))
-        samples = [
-            (torch.arange((edge - 1) % stride, edge, stride), edge),
-            (torch.arange(edge, queries), queries - edge),
-        ]
-    for chosen, stand_for in samples:
-        seen = torch.arange(columns) <= (columns - queries + chosen)[:, None]
-        scores = q.float()[:, :, chosen] @ k.float().repeat_interleave(group, 1).mT * 0.2
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).unflatten(1, (2, group)).sum((2, 3))
-        wanted += weights * (stand_for / len(chosen))
+    scores = q.float() @ k.float().repeat_interleave(group, 1).mT * 0.2
+    seen = torch.arange(columns) <= (columns - queries + torch.arange(queries))[:, None]
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    for head in range(group):
+        for chosen, of in chosen_by(head, group, queries, limit):
+            wanted += weights[:, head::group, chosen].sum(2) * (len(of) / len(chosen))
     position, q, k = torch.arange(columns, device=device).expand(rows, -1), q.to(device), k.to(device)
     given = [
         prompt_mass(
@@ -211,18 +219,37 @@ def test_weights_sum_to_the_tokens_of_a_row(tokens: slice) -> None:
     """Also if the newest queries, or those before, are padding, which has no weight."""
     is_token = torch.zeros(2, 150, dtype=torch.bool)
     is_token[0, tokens], is_token[1] = True, True
-    for limit in (300, 150, 70, 40, 1):
+    for limit, group in itertools.product((300, 150, 70, 40, 1), (1, 3)):
         samples = mass.samples_of(150, limit)
         assert sum(x.size for x in samples) <= limit
         assert sum(x.end - x.begin for x in samples) == 150
-        weights = mass.weights_of(is_token, samples)
+        weights = mass.weights_of(is_token, samples, group)
         for sample, weight in zip(samples, weights, strict=True):
-            flags = is_token[:, sample.chosen]
-            assert weight.shape == flags.shape == (2, sample.size)
+            flags = sample.of(is_token, group)
+            assert weight.shape == flags.shape == (2, sample.size, group)
             assert not weight[~flags].any()
-            wanted = is_token[:, sample.begin : sample.end].sum(1) * flags.any(1)
+            wanted = is_token[:, sample.begin : sample.end].sum(1)[:, None] * flags.any(1)
             torch.testing.assert_close(weight.sum(1), wanted.float())
-            assert wanted[1] == sample.end - sample.begin
+            assert (wanted[1] == sample.end - sample.begin).all()
+
+
+CHOICES = [(150, 40, 3), (150, 150, 4), (1000, 70, 7), (64, 9, 1), (9, 1, 5)]
+
+
+@pytest.mark.parametrize(("queries", "limit", "group"), CHOICES)
+def test_heads_of_a_group_sample_other_queries(queries: int, limit: int, group: int) -> None:
+    """Of one head they are evenly spaced; together they are spread over a stride, as far as it goes."""
+    number = torch.arange(queries)
+    for sample in mass.samples_of(queries, limit):
+        chosen = sample.of(number[None], group)[0]
+        assert sample.begin <= chosen.min()
+        assert chosen.max() == sample.end - 1
+        assert (chosen.diff(dim=0) == sample.stride).all()
+        assert len(chosen[-1].unique()) == min(sample.stride, group)
+        query = number.view(1, 1, -1, 1) + 1000 * torch.arange(2 * group).view(1, -1, 1, 1)
+        taken = sample.of_query(query, group).unflatten(1, (2, group))
+        assert torch.equal(taken[0, ..., 0] % 1000, chosen.T.expand(2, -1, -1))
+        assert torch.equal(taken[0, :, :, 0, 0] // 1000, torch.arange(2 * group).view(2, group))
 
 
 def test_mass_kernels_compile_without_spills() -> None:

@@ -68,8 +68,8 @@ class StrataCache(Columns):
         max_batch: largest number of rows, for `batch_repeat_interleave`; None is that of the first forward.
         max_tokens: largest length of a row; None starts with the config's context length, at most 32768 for shorter
             prompts, and grows when a row becomes longer.
-        importance_queries: maximum number of prompt queries sampled for importance: the newest 64, and evenly spaced
-            ones of those before.
+        importance_queries: maximum number of prompt queries sampled per head for importance: the newest 64, and evenly
+            spaced ones of those before, others in each query head of a KV head.
         calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote; with
             sensitivities, they also distribute the budget's bytes over layers. None estimates balance and centres from
             each row's prompt; without a calibration, ``balance=False`` uses no balance.
@@ -115,7 +115,7 @@ class StrataCache(Columns):
         dtype: torch.dtype | None = None,
         max_batch: int | None = None,
         max_tokens: int | None = None,
-        importance_queries: int = 512,
+        importance_queries: int = 256,
         calibration: Calibration | str | PathLike[str] | None = None,
         capture: bool | None = None,
         compile: bool = False,

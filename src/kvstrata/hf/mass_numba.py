@@ -37,7 +37,7 @@ def add_mass(
     """Add the mass that the queries of one KV head give to its columns.
 
     Args:
-        query: ``[queries, group, D]``, the last one first.
+        query: ``[queries, D]``, of all heads of the group: head 0, 1, ..., and again from 0; the newest first.
         key: ``[columns, D]``.
         columns: int64 ``[queries]``, the column of each query; neither it nor later queries in the list see more.
         query_position: int64 ``[queries]``; a query sees the positions up to its own.
@@ -47,14 +47,14 @@ def add_mass(
         logits: how scores become logits; sinks ``[group]``.
         mass: float32 ``[columns]``. Mutated.
     """
-    queries, group, _ = query.shape
+    queries = len(query)
     # Transpose K once: a product with few queries would transpose it each time.
     threads = torch.get_num_threads()
-    most = min(SCORES * threads, queries * group * len(key))  # many cores share few scores
-    channels, space = _scratch(key.numel(), max(most, group * len(key)))
+    most = min(SCORES * threads, queries * len(key))  # many cores share few scores
+    channels, space = _scratch(key.numel(), max(most, len(key)))
     channels = channels.view(key.shape[::-1]).copy_(key.T)
-    q = query.float().mul(logits.scale).flatten(0, 1)
-    by = torch.empty(len(q), dtype=torch.float32, device="cpu")
+    q = query.float().mul(logits.scale)
+    by = torch.empty(queries, dtype=torch.float32, device="cpu")
     own, place, positions, weights, factors = (
         x.numpy() for x in (columns, query_position, column_position, weight, by)
     )
@@ -62,13 +62,14 @@ def add_mass(
     softcap, begin = np.float32(logits.softcap or 0.0), 0
     while begin < queries:
         end = int(own[begin]) + 1
-        part = slice(begin, min(begin + max(SCORES * threads // (group * end), 1), queries))
-        begin, first, last = part.stop, group * part.start, group * part.stop
-        scores = space[: (last - first) * end].view(-1, end)
-        torch.mm(q[first:last], channels[:, :end], out=scores)
-        arguments = (scores.numpy(), own[part], place[part], positions, weights[part], softcap, sinks)
-        share_out(_weigh, (*arguments, factors[first:last]), last - first, threads)
-        mass[:end].addmv_(scores.T, by[first:last])
+        part = slice(begin, min(begin + max(SCORES * threads // end, 1), queries))
+        count = part.stop - part.start
+        scores = space[: count * end].view(-1, end)
+        torch.mm(q[part], channels[:, :end], out=scores)
+        arguments = (scores.numpy(), own[part], place[part], positions, weights[part], softcap, sinks, begin)
+        share_out(_weigh, (*arguments, factors[part]), count, threads)
+        mass[:end].addmv_(scores.T, by[part])
+        begin = part.stop
 
 
 class _Scratch(threading.local):
@@ -91,25 +92,26 @@ def _scratch(*sizes: int) -> tuple[torch.Tensor, ...]:
 
 
 @fast
-def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, by, first, last):
-    """Convert rows ``first`` to ``last`` of scores to weights up to a factor, which goes into ``by``."""
-    group = len(scores) // len(columns)
+def _weigh(scores, columns, query_position, column_position, weight, softcap, sinks, offset, by, first, last):
+    """Convert rows ``first`` to ``last`` of scores to weights up to a factor, which goes into ``by``.
+
+    Row 0 is query ``offset`` of the list.
+    """
     for row in range(first, last):
-        i, head = row // group, row % group
-        end = scores.shape[1] if len(column_position) else columns[i] + 1
+        end = scores.shape[1] if len(column_position) else columns[row] + 1
         own = scores[row, :end]
         scores[row, end:] = 0
-        if weight[i] == 0:
+        if weight[row] == 0:
             own[:] = 0
             by[row] = 0
             continue
         if softcap > 0:
             soften(own, softcap)
         if len(column_position):
-            hide(own, column_position, query_position[i], -1)
-        sink = sinks[head] if len(sinks) else np.float32(-np.inf)
+            hide(own, column_position, query_position[row], -1)
+        sink = sinks[(offset + row) % len(sinks)] if len(sinks) else np.float32(-np.inf)
         top = max(greatest(own), sink)
         total = exponentials(own, top)
         if len(sinks):
             total += np.float32(math.exp(sink - top))
-        by[row] = weight[i] / total if total != 0 else np.float32(0)
+        by[row] = weight[row] / total if total != 0 else np.float32(0)

@@ -4,8 +4,8 @@
     mass   a program owns columns of a KV head and loops over all queries that see them: sums of exp(logit - lse)
 
 If attention has already returned the lse and keys come in chunks, only the second kernel runs (`put_mass`). Queries are
-sampled evenly: query s is at column ``first + s * every``, and sees no later column. Query s of head g of a group is
-row ``s * group + g``, so that a program skips the queries before its columns.
+sampled evenly: query s of head 0 of a group is at column ``first + s * every``, that of head g ``g * every // group``
+earlier, and sees no later column. It is row ``s * group + g``, so that a program skips the queries before its columns.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ def _in_base_2(s, factor, softcap, CAPPED: tl.constexpr):
     return s * factor
 
 
+@triton.jit
+def _columns(offs, sampled, first, every, GROUP: tl.constexpr):
+    """Columns of query rows; rows past the last query have a column of that query."""
+    return first + tl.minimum(offs // GROUP, sampled - 1) * every - offs % GROUP * every // GROUP
+
+
 @triton.jit(do_not_specialize=["stride_cr", "stride_ch", "sampled", "first", "every", "columns", "span"])
 def lse_kernel(
     q_ptr, k_ptr, place_ptr, column_place_ptr, lse_ptr, stride_qr, stride_qh, stride_qs, stride_kr, stride_kh,
@@ -64,10 +70,9 @@ def lse_kernel(
     q = _queries(q_ptr + row * stride_qr + head * GROUP * stride_qh, block, count, stride_qh, stride_qs, GROUP, DIM,
                  WIDE, BLOCK_M)  # fmt: skip
     offs = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    number = tl.minimum(offs // GROUP, sampled - 1)
-    own = first + number * every
+    own = _columns(offs, sampled, first, every, GROUP)
     if PLACED:
-        place = tl.load(place_ptr + row * sampled + number)
+        place = tl.load(place_ptr + row * count + offs, mask=offs < count, other=-1)
         column_place_ptr += row * stride_cr + head * stride_ch
     top = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -115,12 +120,12 @@ def mass_kernel(
         q = _queries(q_ptr, block_m, count, stride_qh, stride_qs, GROUP, DIM, WIDE, BLOCK_M)
         s = _in_base_2(tl.dot(k, tl.trans(q)), factor, softcap, CAPPED)
         offs = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        number = tl.minimum(offs // GROUP, sampled - 1)
         lse = tl.load(lse_ptr + offs, mask=offs < count, other=0.0)
-        seen = (column[:, None] <= (first + number * every)[None, :]) & ((lse > LOWEST) & (offs < count))[None, :]
+        own = _columns(offs, sampled, first, every, GROUP)
+        seen = (column[:, None] <= own[None, :]) & ((lse > LOWEST) & (offs < count))[None, :]
         if PLACED:
-            place = tl.load(place_ptr + row * sampled + number)
-            its_weight = tl.load(weight_ptr + row * sampled + number)
+            place = tl.load(place_ptr + row * count + offs, mask=offs < count, other=-1)
+            its_weight = tl.load(weight_ptr + row * count + offs, mask=offs < count, other=0.0)
             seen = seen & (column_place >= 0)[:, None] & (column_place[:, None] <= place[None, :])
             p = tl.exp2(s - (lse * LOG2E)[None, :]) * its_weight[None, :]
             seen = seen & (its_weight > 0)[None, :]
@@ -167,13 +172,14 @@ def sampled_mass(
     """Mass of every column, float32 ``[rows, kv_heads, columns]``, contiguous as ``[rows, columns, kv_heads]``.
 
     Args:
-        query: ``[rows, heads, sampled, D]``; the last query is at the last column, the one before it ``every`` earlier.
+        query: ``[rows, heads, sampled, D]``; the last query of head 0 of a group is at the last column, that of head g
+            ``g * every // group`` columns earlier, and the one before it ``every`` earlier.
         key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, other strides free.
-        every: number of columns from one query to the next.
-        weight: number of queries that each represents; float32 ``[rows, sampled]`` if positions are given.
+        every: number of columns from one query of a head to the next.
+        weight: number of queries that each represents; float32 ``[rows, sampled, group]`` if positions are given.
         logits: how scores become logits.
-        query_position, column_position: int32 ``[rows, sampled]`` and ``[rows, kv_heads or 1, columns]``, -1 for a
-            column without a token; None without padding, if columns are tokens in order.
+        query_position, column_position: int32 ``[rows, sampled, group]`` and ``[rows, kv_heads or 1, columns]``, -1
+            for a column without a token; None without padding, if columns are tokens in order.
 
     Does not synchronise, and no launch depends on values.
     """
@@ -232,8 +238,8 @@ def put_mass(
         lse: float32 ``[rows, kv_heads, sampled, group]``, contiguous: over everything that a query sees, including
             sinks.
         key: ``[rows, kv_heads, columns, D]``; both with contiguous channels, other strides free.
-        every: number of columns from one query to the next, the last query being at the last column; None if the
-            columns are in no order.
+        every: number of columns from one query of a head to the next, as in `sampled_mass`; None if the columns are in
+            no order, and all of them before the queries.
         weight, logits, query_position: as in `sampled_mass`.
         column_position: int32 ``[rows, kv_heads or 1, columns]``; no token if negative or past the end of ``out``.
     """

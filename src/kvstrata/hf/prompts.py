@@ -152,7 +152,7 @@ class Prompts:
         if settings.limit is not None and on_cpu:
             sampled = self._columns.mass(query, key, logits, settings.limit)
         elif settings.limit is not None:
-            sampled = sampled_queries(query, settings.limit)
+            sampled = sampled_queries(query, key.shape[1], settings.limit)
         if group > 1:  # otherwise all queries would be kept alive
             first = first.clone()
         first, sampled, key, value = (x.detach() for x in (first, sampled, key, value))

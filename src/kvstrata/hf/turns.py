@@ -23,7 +23,7 @@ from kvstrata.cache import TieredCache
 
 from . import prefill
 from .logits import Logits
-from .mass import Sample, samples_of, weights_of
+from .mass import samples_of, weights_of
 
 
 class Rows(NamedTuple):
@@ -92,17 +92,19 @@ def _mass(
 
     from .mass_triton import put_mass
 
-    (batch, _, new, _), kv_heads = rows.query.shape, cache.kv_heads
-    samples, upload = samples_of(new, limit), cache.pool.to_device
+    (batch, heads, new, _), kv_heads = rows.query.shape, cache.kv_heads
+    group, samples, upload = heads // kv_heads, samples_of(new, limit), cache.pool.to_device
     new_position = upload(np.where(columns.tokens, columns.position, -1).astype(np.int32)).unsqueeze(1)
     longest = int(columns.position.max()) + 1
     mass = torch.zeros(len(samples), batch, longest, kv_heads, dtype=torch.float32, device=lse.device)
-    parts = []
-    for out, sample, weight in zip(mass, samples, _weights(columns.tokens, samples), strict=True):
-        chosen, seen = sample.chosen, slice(0, sample.end)  # new columns that its queries see
-        tops = lse[:, chosen].unflatten(2, (kv_heads, -1)).transpose(1, 2).contiguous()
-        own, weights = (upload(x) for x in (columns.position[:, chosen].astype(np.int32), weight))
-        query = sample.of(rows.query.detach())
+    position, parts = torch.from_numpy(columns.position.astype(np.int32)), []
+    weights_by_sample = weights_of(torch.from_numpy(columns.tokens), samples, group)
+    for out, sample, weight in zip(mass, samples, weights_by_sample, strict=True):
+        seen = slice(0, sample.end)  # new columns that its queries see
+        tops = sample.of_query(lse.transpose(1, 2).unsqueeze(3), group)[..., 0]  # [batch, heads, sampled]
+        tops = tops.unflatten(1, (kv_heads, group)).transpose(2, 3).contiguous()
+        own, weights = (upload(x.numpy()) for x in (sample.of(position, group), weight))
+        query = sample.of_query(rows.query.detach(), group)
         key = rows.key.detach()[:, :, seen]
         put_mass(out, query, tops, key, sample.stride, weights, logits, own, new_position[..., seen])
         parts.append((out, query, tops, weights, own))
@@ -114,8 +116,3 @@ def _mass(
         for out, query, tops, weights, own in parts:
             put_mass(out, query, tops, key, None, weights, logits, own, position)
     return mass.sum(0).transpose(1, 2) if len(samples) > 1 else mass[0].transpose(1, 2)
-
-
-def _weights(tokens: np.ndarray, samples: tuple[Sample, ...]) -> list[np.ndarray]:
-    """`weights_of` on the host: a chunk's tokens are known there."""
-    return [x.numpy() for x in weights_of(torch.from_numpy(tokens), samples)]
