@@ -58,7 +58,7 @@ def test_prompts_take_linear_memory(case: str, monkeypatch: pytest.MonkeyPatch) 
         for part in prompt(1, tokens).split(first, 1):
             largest.elements = 0
             model(part, attention_mask=mask[:, : cache.get_seq_length() + first], past_key_values=cache)
-    assert tokens * 32 <= largest.elements <= tokens * 300
+    assert tokens * 32 <= largest.elements <= tokens * 600  # 512 sampled queries and K; all queries would be 4,096
 
 
 # Masks

@@ -115,7 +115,7 @@ class StrataCache(Columns):
         dtype: torch.dtype | None = None,
         max_batch: int | None = None,
         max_tokens: int | None = None,
-        importance_queries: int = 256,
+        importance_queries: int = 512,
         calibration: Calibration | str | PathLike[str] | None = None,
         capture: bool | None = None,
         compile: bool = False,
