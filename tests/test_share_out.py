@@ -54,8 +54,8 @@ from kvstrata import region_numba, threads
 from kvstrata.hf import mass_numba
 import kvstrata.loops as loops
 
-scores, one = np.zeros((8, 4), np.float32), np.ones(8, np.int64)
-arguments = (scores, one, one, one[:0], np.ones(8, np.float32), np.float32(0), scores[0, :0], np.empty(8, np.float32))
+scores, one, by = np.zeros((8, 4), np.float32), np.ones(8, np.int64), np.empty(8, np.float32)
+arguments = (scores, one, one, one[:0], np.ones(8, np.float32), np.float32(0), scores[0, :0], 0, by)
 region_numba.region(mass_numba._weigh, arguments, 8, 2)
 print(loops._CALLBACKS[0]._cache_hits)
 """
