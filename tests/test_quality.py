@@ -55,7 +55,7 @@ class Text:
         """Perplexity and KL at so many bits of codes."""
         cache = bits.BitsCache(self.net.config, width, **OPTIONS | options, max_tokens=1024)
         found = self.through(cache)
-        assert bits.mean_bits(cache.tiered) <= width + 0.02
+        assert width - 0.01 <= bits.mean_bits(cache.tiered) <= width + 0.01
         return found
 
     def through(self, cache: Any) -> tuple[float, float]:
@@ -85,11 +85,9 @@ def test_uniform_widths_reproduce_the_simulation(topics: Text, name: str) -> Non
 
 @pytest.mark.parametrize("name", UNIFORM)
 def test_packing_adds_nothing_to_rounding(topics: Text, name: str) -> None:
-    """A simulation with the centre of the first chunk and no fp16 in it; the KL of 1,024 tokens has this much noise."""
+    """A simulation with the mean of all tokens so far and no fp16 in it; the KL of 1,024 tokens has this much noise."""
     widths = int(name[1]), int(name[3])
-    simulated = rounding.RoundedCache(
-        topics.net.config, *widths, OPTIONS["recent_tokens"], OPTIONS["sink_tokens"], 64, 1024
-    )
+    simulated = rounding.RoundedCache(topics.net.config, *widths, OPTIONS["recent_tokens"], OPTIONS["sink_tokens"])
     assert topics(UNIFORM[name][0], policy="uniform", tiers=[name])[1] <= 1.1 * topics.through(simulated)[1]
 
 

@@ -31,9 +31,8 @@ class CodeBudget(Budget):
     def granted(self, tokens: int) -> int:
         plain = -(-min(tokens, self.kept + 1) // self.page_tokens) * self.page_price[0]
         old = max(tokens - self.kept, 0)
-        # A third of a page per tier: pages are charged whole, but here the width is what is specified.
-        slack = max(sum(self.page_price[1:]) // 3, self.page_price[-1])
-        return self.overhead + self.kv_heads * int(plain + old * self.old_price + slack)
+        # One more page of the narrowest tier: pages are charged whole, but here the width is what is specified.
+        return self.overhead + self.kv_heads * int(plain + old * self.old_price + self.page_price[-1])
 
     @functools.cached_property
     def granted_by_length(self) -> np.ndarray:
