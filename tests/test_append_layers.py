@@ -40,7 +40,8 @@ def test_layers_appended_together_equal_layers_appended_one_by_one(device: str, 
         by = torch.randint(-2, 3, (2, 2, 32), generator=generator).float().exp2()
         for cache in (ours, wanted):
             for layer in range(2):
-                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2])
+                query = by[1 - layer].log2().to(cache.device)
+                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2], query=query)
     for requests, lengths in (([1], [300]), ([0, 2], [150, 200])):
         k, v, mass = prompts(lengths)
         assert supports(ours, [0, 1], requests, lengths)

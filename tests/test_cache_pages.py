@@ -237,13 +237,15 @@ def test_an_unchanged_width_keeps_its_codes() -> None:
 
 
 @pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize("aimed", [False, True])
 @pytest.mark.parametrize("dim", [32, 80, 128])
-def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loops_give_the_bytes_of_torch(dim: int, aimed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From rows to codes to fewer codes and back, into pages that hold other tokens already."""
     chance = torch.Generator().manual_seed(dim)
     k, v = torch.randn(2, 40, dim, generator=chance).mul_(torch.rand(2, 40, 1, generator=chance) * 1e3)
     k[3], v[5, 7], k[7] = 0.0, torch.inf, 1e30
     centre = torch.randn(40, dim, generator=chance)
+    direction = quant.direction_of(torch.randn(40, dim, generator=chance), True) if aimed else None
     place = torch.randperm(48, generator=chance)[:40]
     plain, *kinds = (
         pages.PageFormat(Format.parse(name, dim, 16), torch.float32, torch.int16, True, torch.device("cpu"))
@@ -255,7 +257,7 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
         rows, source = pages.Rows(k, v, None, None, torch.arange(40), torch.rand(40)), plain
         found = []
         for kind in kinds:
-            rows = kind.encode(rows, source, centre if source is plain else None)
+            rows = kind.encode(rows, source, centre if source is plain else None, direction)
             raw = torch.full((3, kind.stride), 0xA5, dtype=torch.uint8)
             kind.write(raw, place // 16, place % 16, rows)
             rows, source = kind.read(raw, place // 16, place % 16), kind
@@ -268,9 +270,9 @@ def test_compiled_loops_give_the_bytes_of_torch(dim: int, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "aimed"), [(1, False), (1, True), (3, True)])
 def test_gathered_rows_are_quantised_to_the_codes_of_torch(
-    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, threads: int, aimed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chosen rows of any dtype, in any order and more than once, on several threads: the codes of torch."""
     from kvstrata.cache.storage import page_numba
@@ -284,14 +286,71 @@ def test_gathered_rows_are_quantised_to_the_codes_of_torch(
     row[:6] = torch.tensor([3, 5, 6, 7, 8, 149])
     head_cache = torch.randint(0, 4, (200,), generator=chance, dtype=torch.int32)
     centre = torch.randn(4, 32, generator=chance)
+    direction = quant.direction_of(torch.randn(4, 32, generator=chance), True) if aimed else None
     for name in ("K8V4", "K4V3", "K3V2"):
         kind = pages.PageFormat(Format.parse(name, 32, 16), dtype, torch.int16, True, CPU)
         found = []
         for compiled_rows in (1, 1 << 30):
             monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
-            found.append(kind.encode_new(pages.NewRows(k, v), row, centre, head_cache))
+            found.append(kind.encode_new(pages.NewRows(k, v), row, centre, head_cache, direction))
         for compiled, plain_torch in zip(*found, strict=True):
             assert all(map(torch.equal, compiled, plain_torch))
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+@pytest.mark.parametrize(("dim", "rotated"), [(64, True), (96, True), (256, False)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_compiled_codes_for_a_direction_are_those_of_torch(bits: int, dim: int, rotated: bool) -> None:
+    """Directions of random and of largest weights, rows of all sizes, from values and from codes."""
+    from kvstrata.cache.storage import page_numba
+
+    chance = torch.Generator().manual_seed(dim)
+    x = torch.randn(130, dim, generator=chance) * torch.logspace(-10, 5, 130).unsqueeze(1)
+    x[3], x[5], x[7, 2:], x[9, 4], x[11] = 0.0, torch.inf, 0.0, torch.nan, 2.0**-24
+    x[13, 1] = 60_000
+    x[15] = 0.0
+    x[15, :5] = torch.tensor([4.5, 4.5, 4.5, 4.5, -7.5]) * 2.0**-32  # its codes for this direction oppose it
+    directions = quant.direction_of(torch.randn(5, dim, generator=chance), rotated)
+    directions[1] = 31 - 62 * torch.randint(0, 2, (dim,), generator=chance, dtype=torch.int8)
+    directions[2], directions[3] = 31, 0
+    directions[4, 5:], directions[4, :5] = 0, torch.tensor([31, 31, 31, 31, -10])
+    number = torch.randint(0, 5, (130,), generator=chance)
+    number[15] = 4
+    gain, rows = quant.K_GAIN[bits], directions[number]
+    wanted = quant.quantize_plain(x, None, bits, rotated, gain, rows)
+    for given in (rows, page_numba.Source(directions, number)):
+        found = page_numba.quantize_plain(x, None, bits, rotated, gain, given)
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1].view(torch.int16), wanted[1].view(torch.int16))  # the sign of a zero, too
+    coded = quant.quantize_plain(x, None, 8, rotated, 1.0)
+    wanted = quant.quantize_coded(*coded, 8, bits, rotated, gain, rows)
+    assert all(map(torch.equal, page_numba.quantize_coded(*coded, 8, bits, rotated, gain, rows), wanted))
+    assert torch.equal(wanted[0], quant.quantize_coded(*coded, 8, bits, rotated, gain)[0]) == (bits == 8)
+
+
+@pytest.mark.skipif(pages._numba() is None, reason="numba is not there")
+def test_only_k_has_a_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only where its width changes."""
+    plain, wide, narrow, mixed = (
+        pages.PageFormat(Format.parse(name, 64, 16), torch.float32, torch.int16, True, CPU)
+        for name in ("K32V32", "K4V4", "K3V3", "K4V3")
+    )
+    k, v = torch.randn(2, 80, 64, generator=torch.Generator().manual_seed(0))
+    direction = quant.direction_of(torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), True).expand(80, 64)
+    for compiled_rows in (1, 1 << 30):
+        monkeypatch.setattr(pages, "COMPILED_ROWS", compiled_rows)
+        rows = pages.Rows(k, v, None, None, torch.arange(80), torch.zeros(80))
+        for source, kind in ((plain, wide), (wide, narrow), (wide, mixed)):
+            without, found = kind.encode(rows, source, None), kind.encode(rows, source, None, direction)
+            assert torch.equal(found.v, without.v)
+            assert torch.equal(found.v_scale, without.v_scale)
+            assert torch.equal(found.k, without.k) == (kind is mixed)
+            rows = without if kind is wide else rows
+        index, number = torch.arange(80), torch.zeros(80, dtype=torch.int64)
+        given = (pages.NewRows(k, v), index, torch.zeros(1, 64), number)
+        without, found = narrow.encode_new(*given), narrow.encode_new(*given, direction[:1])
+        assert not torch.equal(found[0][0], without[0][0])
+        assert all(map(torch.equal, found[1], without[1]))
 
 
 @pytest.mark.skipif(pages._numba() is None, reason="numba is not there")

@@ -235,10 +235,10 @@ def test_triton_quantise_compiles_ahead_of_time(arch: int, k_bits: int) -> None:
     names = ("pages", "source", "heads", "centres", "k_table", "k_high", "v_table", "v_high")
     types = {f"{name}_ptr": "*i32" for name in names}
     types |= {"k_ptr": "*bf16", "v_ptr": "*bf16", "pool_ptr": "*u8", "scratch_ptr": "*u8"}
-    types |= {"centre_ptr": "*fp32"}
+    types |= {"centre_ptr": "*fp32", "direction_ptr": "*i8"}
     constants = dict(
         DIM=64, WIDE=64, TOKENS=64, K_BITS=k_bits, V_BITS=2, K_STEP=0.3, V_STEP=0.9957, K_BYTES=format.k_bytes,
-        V_BYTES=format.v_bytes, ROTATE=True, CENTRED=True, BLOCK=1024,
+        V_BYTES=format.v_bytes, ROTATE=True, CENTRED=True, AIM=0, BLOCK=1024,
     )  # fmt: skip
     used = compile_triton("kvstrata.quant.triton", "quantize_kernel", arch, types, constants, enable_fp_fusion=False)
     assert 0 < used["REG"] <= 255, used

@@ -50,7 +50,8 @@ def test_layers_with_mass_reuse_the_launches_of_the_first(device: str, layers: l
         by = torch.randint(-2, 3, (2, 2, 32), generator=generator).float().exp2()
         for cache in (ours, wanted):
             for layer in range(2):
-                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2])
+                query = by[1 - layer].log2().to(cache.device)
+                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2], query=query)
 
     def prompts(requests: list[int], lengths: list[int], seen: list[int], queries: int) -> None:
         layers.clear()

@@ -255,6 +255,65 @@ def test_gains_make_up_for_what_codes_lose_of_a_row(bits: int) -> None:
     assert reference.V_GAIN[bits] == pytest.approx(reference.K_GAIN[bits] ** 1.5, abs=2e-4)
 
 
+def errors(k: torch.Tensor, bits: int, direction: torch.Tensor | None) -> torch.Tensor:
+    """Of rotated rows, with the gain of K."""
+    codes, scale = reference.quantize_plain(k, None, bits, True, reference.K_GAIN[bits], direction)
+    rotated = reference.transform(reference.clean(k), None, True) * reference.length(k.shape[-1], True)
+    return (reference.decode(codes, scale, bits) - rotated).double()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_errors_have_no_component_along_a_direction(bits: int, dim: int) -> None:
+    """Almost none, for little more error as a whole; the lengths of the rows stay what they were."""
+    k, query = gaussian(2048, dim), gaussian(dim, seed=1)
+    direction = reference.direction_of(query, True)
+    assert direction.abs().max() == reference.DIRECTION_MOST
+    without, aimed = errors(k, bits, None), errors(k, bits, direction)
+    along = [(error @ direction.double()).square().mean() for error in (without, aimed)]
+    assert along[1] < 0.15 * along[0]
+    assert aimed.square().sum() < 1.03 * without.square().sum()
+    scores = [(error @ rotate(query).double()).square().mean() for error in (without, aimed)]
+    assert scores[1] < 0.15 * scores[0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", [32, 80])
+def test_a_direction_of_zeros_changes_no_code(bits: int, dim: int) -> None:
+    """Nor does any direction at 8 bit; each row has its own."""
+    k = gaussian(64, dim) * torch.logspace(-10, 5, 64).unsqueeze(1)
+    direction = reference.direction_of(gaussian(64, dim, seed=1), True)
+    direction[::2] = 0
+    given = (k, gaussian(dim, seed=2), bits, True, reference.K_GAIN[bits])
+    plain, aimed = reference.quantize_plain(*given), reference.quantize_plain(*given, direction)
+    same = slice(None) if bits == 8 else slice(None, None, 2)
+    assert all(torch.equal(x[same], y[same]) for x, y in zip(plain, aimed, strict=True))
+    assert torch.equal(plain[0], aimed[0]) == (bits == 8)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_directions_for_rows_that_break_quantisers(bits: int) -> None:
+    """Huge, tiny and empty rows and queries: codes of the width, finite scales, at most 31 per weight."""
+    k = gaussian(12, 64)
+    k[0], k[1], k[2], k[3], k[4, 5], k[5, 6], k[6], k[7, 1:] = 0, 1e30, 2.0**-24, -INF, INF, NAN, 1e-30, 0
+    queries = gaussian(8, 64, seed=1)
+    queries[0], queries[1, 3], queries[2], queries[3], queries[4], queries[5, 1:] = 0, NAN, INF, 1e38, 1e-40, 0
+    directions = reference.direction_of(queries, True)
+    assert directions.dtype == torch.int8
+    assert directions.abs().max() == 31
+    assert not directions[:3].any()
+    extreme = 31 * torch.tensor([[1], [-1]], dtype=torch.int8).expand(2, 64)
+    for direction in torch.cat([directions, extreme]):
+        codes, scale = reference.quantize_plain(k, None, bits, True, reference.K_GAIN[bits], direction)
+        assert int(codes.max()) < 2**bits
+        assert scale.isfinite().all()
+        assert (scale >= 0).all()
+        assert scale[0] == 0
+    coded = reference.quantize_coded(*reference.quantize_plain(k, None, 8, True, 1.0), 8, bits, True, 1.0, extreme[0])
+    assert int(coded[0].max()) < 2**bits
+    assert coded[1].isfinite().all()
+
+
 def test_a_token_is_independent_of_its_page() -> None:
     format = Format(3, 2, 64)
     k, v = gaussian(2, 64, 64)

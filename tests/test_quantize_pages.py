@@ -28,7 +28,7 @@ class Call:
     """Rows, a poisoned pool and pages at shuffled places; every third slot of the last page is empty."""
 
     def __init__(self, format: Format, dtype: torch.dtype, *, pages: int = 3, heads: int = 2, integers: bool = False,
-                 centred: bool = False, seed: int = 0, gap: int = 0) -> None:  # fmt: skip
+                 centred: bool = False, directed: bool = False, seed: int = 0, gap: int = 0) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         tokens, dim = pages * format.page_tokens + 5, format.head_dim
         shape = (2, tokens, heads, dim + gap)
@@ -54,13 +54,18 @@ class Call:
         if centred:
             self.centre = torch.randn(4, dim, generator=generator).to(DEVICE)
             self.centres = torch.randint(0, 4, (pages,), generator=generator).int().to(DEVICE)
+        self.direction = None
+        if directed:
+            queries = torch.randn(4, dim, generator=generator)
+            self.direction = reference.direction_of(queries, format.rotate).to(DEVICE)
+            self.centres = torch.randint(0, 4, (pages,), generator=generator).int().to(DEVICE)
 
     def run(self, backend: str) -> torch.Tensor:
         """The pool after the call, on the CPU."""
         pool = self.pool.clone()
         quantize_pages(
             self.k, self.v, pool, self.pages, self.source, self.heads, self.format,
-            centre=self.centre, centres=self.centres, backend=backend,
+            centre=self.centre, centres=self.centres, direction=self.direction, backend=backend,
         )  # fmt: skip
         return pool.cpu()
 
@@ -117,13 +122,14 @@ def test_any_call_gives_the_bytes_of_the_reference(backend: str) -> None:
         dtype=st.sampled_from(DTYPES),
         rotated=st.booleans(),
         centred=st.booleans(),
+        directed=st.booleans(),
         gap=st.sampled_from([0, 16]),
         alone=st.booleans(),  # whether a warp goes through all pages
         seed=st.integers(0, 1000),
     )
-    def run(bits, dim, page_tokens, dtype, rotated, centred, gap, alone, seed) -> None:
+    def run(bits, dim, page_tokens, dtype, rotated, centred, directed, gap, alone, seed) -> None:
         format = Format(*bits, dim, page_tokens, rotate=rotated)
-        call = Call(format, dtype, pages=2, centred=centred, gap=gap, seed=seed)
+        call = Call(format, dtype, pages=2, centred=centred, directed=directed, gap=gap, seed=seed)
         with pytest.MonkeyPatch.context() as patch:
             if alone:
                 patch.setattr(quantize_op, "ROUNDS", {256: 0})
@@ -139,8 +145,8 @@ def test_rows_that_are_not_finite_stay_alone(backend: str, bits: int) -> None:
     rows_stay_alone(backend, Format(bits, bits, 64))
 
 
-def rows_stay_alone(backend: str, format: Format) -> None:
-    call = Call(format, torch.bfloat16, centred=True)
+def rows_stay_alone(backend: str, format: Format, directed: bool = False) -> None:
+    call = Call(format, torch.bfloat16, centred=True, directed=directed)
     clean = call.parts(call.run(backend))
     rows = call.source[0, :6].long()
     head = int(call.heads[0])
@@ -165,10 +171,10 @@ def test_rows_of_any_size(backend: str, dtype: torch.dtype, bits: tuple[int, int
     rows_of_any_size(backend, Format(*bits, dim, 64), dtype)
 
 
-def rows_of_any_size(backend: str, format: Format, dtype: torch.dtype) -> None:
+def rows_of_any_size(backend: str, format: Format, dtype: torch.dtype, directed: bool = False) -> None:
     """Rows of all powers of two, with values of any size below; also subnormal rows, and rows at the centre."""
     generator = torch.Generator().manual_seed(3)
-    call = Call(format, dtype, pages=3, heads=1, centred=True)
+    call = Call(format, dtype, pages=3, heads=1, centred=True, directed=directed)
     smallest = max(-149, round(math.log2(torch.finfo(dtype).smallest_normal)) - 12)
     for x in (call.k, call.v):
         for page, (least, end) in enumerate(((-14, 17), (smallest, 17), (-30, 16))):
@@ -207,6 +213,7 @@ def test_reference_pages_come_back(device: torch.device) -> None:
     assert error < 0.02
 
 
+DIRECTION = torch.zeros(2, 64, dtype=torch.int8, device=DEVICE)
 BAD = {
     "k": (lambda c: setattr(c, "k", c.k[..., :32]), ValueError, r"k: expected \[tokens, heads, 64\]"),
     "v": (lambda c: setattr(c, "v", c.v[:1]), ValueError, "v: expected shape"),
@@ -217,7 +224,29 @@ BAD = {
     "pages": (lambda c: setattr(c, "pages", c.pages.long()), TypeError, "pages: expected torch.int32"),
     "source": (lambda c: setattr(c, "source", c.source[:, :5]), ValueError, r"source: expected shape \(3, 64\)"),
     "heads": (lambda c: setattr(c, "heads", c.heads[:1]), ValueError, r"heads: expected shape \(3,\)"),
-    "centre": (lambda c: setattr(c, "centre", torch.zeros(1, 64)), ValueError, "centres: expected centre and centres"),
+    "centre": (lambda c: setattr(c, "centre", torch.zeros(1, 64)), ValueError, "centres: expected rows of centre"),
+    "centres": (lambda c: setattr(c, "centres", c.heads), ValueError, "centres: expected None without centre"),
+    "direction": (lambda c: setattr(c, "direction", DIRECTION), ValueError, "centres: expected rows of centre"),
+    "direction dtype": (
+        lambda c: vars(c).update(direction=DIRECTION.float(), centres=c.heads), ValueError,
+        r"direction: expected int8 \[rows, 64\], got torch.float32",
+    ),
+    "direction shape": (
+        lambda c: vars(c).update(direction=DIRECTION[:, :32], centres=c.heads), ValueError,
+        r"direction: expected int8 \[rows, 64\], got torch.int8 of shape \(2, 32\)",
+    ),
+    "direction rows": (
+        lambda c: vars(c).update(direction=DIRECTION, centre=torch.zeros(3, 64, device=DEVICE), centres=c.heads),
+        ValueError, r"direction: expected int8 \[3, 64\]",
+    ),
+    "direction strides": (
+        lambda c: vars(c).update(direction=DIRECTION.T.contiguous().T, centres=c.heads), ValueError,
+        "direction: expected a contiguous tensor",
+    ),
+    "direction device": (
+        lambda c: vars(c).update(direction=DIRECTION.to("meta"), centres=c.heads), ValueError,
+        "direction: expected a tensor on",
+    ),
     "format": (lambda c: setattr(c, "format", Format(16, 16, 64)), ValueError, "format: expected a quantised format"),
 }  # fmt: skip
 
@@ -271,6 +300,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     quantize_op._kernel.cache_clear()
 
 
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> None:
+    """The CUDA backend, emulated where there is no GPU."""
+    if not HAS_GPU:
+        request.getfixturevalue("emulated")
+
+
 @pytest.mark.parametrize(
     ("k_bits", "v_bits", "dim", "dtype", "page_tokens"),
     [
@@ -309,6 +345,74 @@ def test_rows_stay_alone_in_the_cuda_kernel(emulated: None, bits: int) -> None:
 )
 def test_rows_of_any_size_in_the_cuda_kernel(emulated: None, bits, dim: int, dtype: torch.dtype) -> None:
     rows_of_any_size("cuda", Format(*bits, dim, 64), dtype)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "page_tokens", "dtype"),
+    [
+        ((4, 3), 128, 64, torch.bfloat16),
+        ((3, 2), 128, 32, torch.float16),
+        ((2, 2), 128, 16, torch.float32),
+        ((2, 4), 64, 64, torch.bfloat16),
+        ((3, 8), 64, 16, torch.float32),
+        ((8, 2), 64, 32, torch.float16),
+        ((4, 2), 256, 16, torch.bfloat16),
+        ((3, 3), 256, 16, torch.float32),
+        ((2, 3), 48, 32, torch.bfloat16),
+        ((3, 3), 80, 64, torch.float16),
+        ((4, 3), 96, 32, torch.bfloat16),
+        ((4, 4), 192, 16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("centred", [False, True])
+def test_directions_in_the_cuda_kernel(cuda: None, monkeypatch, bits, dim, page_tokens, dtype, centred: bool) -> None:
+    """Pages in any order of their directions; empty slots, rows to be cleaned, rows that are not rotated among them."""
+    for pages, warps, rotated in ((1, 1, True), (7, 1, True), (7, 3, True), (3, 1, False)):
+        monkeypatch.setattr(quantize_op, "ROUNDS", {256: warps * page_tokens // 16})
+        format = Format(*bits, dim, page_tokens, rotate=rotated, centre=centred)
+        call = Call(format, dtype, pages=pages, centred=centred, directed=True, gap=8 * (pages > 1), seed=pages)
+        assert_bit_exact(call, "cuda")
+        directed = call.parts(call.run("cuda"))
+        call.k[call.source[0, 1].long(), call.heads[0]] = float("inf")
+        assert_bit_exact(call, "cuda")
+        call.direction = torch.zeros_like(call.direction)
+        zeros = call.run("cuda")
+        call.direction = None
+        call.centres = call.centres if centred else None
+        assert torch.equal(zeros, call.run("cuda")), "zeros leave the codes as they are"
+        changed = (directed[0] != call.parts(zeros)[0]).any(-1).float().mean()
+        assert changed > 0.4 if bits[0] != 8 else changed < 0.1, "of 8 bits, only the row that is not finite"
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (4, 3)])
+def test_rows_with_a_direction_stay_alone_in_the_cuda_kernel(cuda: None, bits: tuple[int, int]) -> None:
+    rows_stay_alone("cuda", Format(*bits, 64), directed=True)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "dtype"),
+    [
+        ((4, 2), 128, torch.bfloat16),
+        ((2, 3), 256, torch.float16),
+        ((3, 4), 80, torch.bfloat16),
+        ((3, 8), 64, torch.float32),
+    ],
+)
+def test_rows_of_any_size_with_a_direction_in_the_cuda_kernel(cuda: None, bits, dim: int, dtype: torch.dtype) -> None:
+    rows_of_any_size("cuda", Format(*bits, dim, 64), dtype, directed=True)
+
+
+def test_the_largest_weights_in_the_cuda_kernel(cuda: None) -> None:
+    """Directions of the largest weights of any signs, and rows along them or against them: shifts at their ends."""
+    for bits in (2, 3, 4):
+        call = Call(Format(bits, bits, 128, rotate=False), torch.bfloat16, directed=True)
+        signs = torch.randint(0, 2, (4, 128), generator=torch.Generator().manual_seed(bits)) * 2 - 1
+        call.direction = (reference.DIRECTION_MOST * signs).to(torch.int8).to(DEVICE)
+        for page, head in enumerate(call.heads.tolist()):
+            rows = call.source[page, 1:3].long()
+            along = signs[int(call.centres[page])].to(call.k)
+            call.k[rows[0], head], call.k[rows[1], head] = along, -along * 300
+        assert_bit_exact(call, "cuda")
 
 
 def test_rows_that_the_cuda_kernel_cannot_copy(emulated: None) -> None:

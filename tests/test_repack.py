@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kvstrata.cache.storage.tokens import DROP, NEW, Tokens
 from kvstrata.cache.storage.transaction import Transaction
 from kvstrata.layout import Format
 from kvstrata.quant import op as quantize_op
+from kvstrata.quant.reference import direction_of
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BACKENDS = ["triton"] + (["cuda"] if HAS_GPU else [])
@@ -110,10 +112,11 @@ class Setup:
     """Buckets of some requests and layers with random tokens in all tiers, always the same for a seed."""
 
     def __init__(self, tiers: tuple[str, ...], dim: int = 32, page_tokens: int = 16, dtype: torch.dtype = torch.float32,
-                 tokens: int = 24, wide: bool = False, keeps: bool = True, seed: int = 0) -> None:  # fmt: skip
+                 tokens: int = 24, wide: bool = False, keeps: bool = True, directed: bool = False, centre: bool = True,
+                 seed: int = 0) -> None:  # fmt: skip
         plain = f"K{8 * dtype.itemsize}V{8 * dtype.itemsize}"
         position = torch.int32 if wide else torch.int16
-        formats = [Format.parse(name, dim, page_tokens) for name in (plain, *tiers)]
+        formats = [replace(Format.parse(name, dim, page_tokens), centre=centre) for name in (plain, *tiers)]
         self.page_formats = [PageFormat(f, dtype, position, keeps, DEVICE) for f in formats]
         strides = [kind.stride for kind in self.page_formats]
         self.pool = Pool(strides, 2 * strides[0], 64, DEVICE, debug=True)
@@ -121,6 +124,8 @@ class Setup:
         self.where = [0, 1, 2], [2, 0, 1]  # layers and requests
         self.random = torch.Generator().manual_seed(seed)
         self.centre = torch.randn(6, dim, generator=self.random).to(DEVICE)
+        queries = torch.randn(6, dim, generator=torch.Generator().manual_seed(seed + 1))
+        self.direction = direction_of(queries, formats[-1].rotate).to(DEVICE) if directed else None
         self.dtype, self.dim = dtype, dim
         self.layers, self.requests = [1, 0, 1], [2, 0, 1]
         coming = self.fresh(6 * tokens)
@@ -151,7 +156,7 @@ class Setup:
         self.buckets.backend = backend
         with Transaction(self.pool) as change:
             places = self.layers, self.requests
-            apply.move(self.buckets, change, *places, tokens, target.to(DEVICE), fresh, self.centre)
+            apply.move(self.buckets, change, *places, tokens, target.to(DEVICE), fresh, self.centre, self.direction)
 
     def demote(self, backend: str, leave: float, new: int = 0) -> None:
         """Each token goes down with this chance, a fifth of those out; new tokens come to any tier."""
@@ -193,6 +198,8 @@ class Setup:
 
 CASES = {
     "three tiers": dict(tiers=("K4V4", "K3V3", "K2V2")),
+    "a direction": dict(tiers=("K8V8", "K4V4", "K3V3", "K2V2"), dtype=torch.bfloat16, directed=True),
+    "a direction, shared words, no centre": dict(tiers=("K4V3", "K4V2", "K2V2"), dim=48, directed=True, centre=False),
     "all widths, bf16": dict(tiers=("K8V8", "K8V3", "K4V2", "K2V2"), dtype=torch.bfloat16),
     "shared words": dict(tiers=("K3V3", "K2V3"), dim=48),
     "a width that stays": dict(tiers=("K4V4", "K4V2"), dtype=torch.float16, wide=True, keeps=False),
@@ -200,6 +207,9 @@ CASES = {
 MORE = {
     "pages of 64": dict(tiers=("K4V4", "K3V3", "K2V2"), dim=128, page_tokens=64, dtype=torch.bfloat16, tokens=300),
     "blocks of 16": dict(tiers=("K8V4", "K3V4", "K2V3"), dim=80, page_tokens=32, dtype=torch.float16, tokens=150),
+    "256 dims, a direction": dict(
+        tiers=("K4V4", "K3V3", "K2V2"), dim=256, dtype=torch.float16, tokens=60, directed=True
+    ),
     "256 dims": dict(tiers=("K8V8", "K4V4", "K3V2"), dim=256, page_tokens=64, dtype=torch.float32, tokens=150),
     "192 dims": dict(tiers=("K4V3", "K2V2"), dim=192, dtype=torch.bfloat16, tokens=100),
     "one tier": dict(tiers=("K2V2",), dim=64, tokens=200, dtype=torch.bfloat16),
@@ -244,6 +254,29 @@ def test_cuda_moves_are_those_of_the_reference(emulated: None, name: str) -> Non
         reference.demote("reference", leave, new)
         ours.check()
         assert_equal(ours.state(), reference.state())
+
+
+@pytest.mark.parametrize("dim", [32, 80, 96, 256])
+@pytest.mark.parametrize("tiers", [("K4V4", "K3V2"), ("K3V3", "K2V8"), ("K4V4", "K4V2"), ("K8V8", "K8V2")])
+def test_single_moves_take_the_direction(request: pytest.FixtureRequest, tiers: tuple[str, str], dim: int) -> None:
+    """Of plain, new and coded tokens, to pages that are there; zeros are no direction, and 8 bits take none."""
+    if not HAS_GPU:
+        request.getfixturevalue("emulated")
+    made = []
+    given = Setup(tiers, dim=dim, tokens=0, directed=True).direction
+    for backend, direction in (
+        ("cuda", given),
+        ("reference", given),
+        ("cuda", torch.zeros_like(given)),
+        ("reference", None),
+    ):
+        setup = Setup(tiers, dim=dim, page_tokens=64, tokens=12)
+        setup.direction = direction
+        setup.demote(backend, 0.5, 9)
+        made.append(setup.state())
+    assert_equal(made[0], made[1])
+    assert_equal(made[2], made[3])
+    assert all(map(torch.equal, made[1], made[3])) == (tiers[0] == "K8V8")
 
 
 @pytest.mark.gpu
@@ -412,10 +445,10 @@ def test_triton_compiles_ahead_of_time(arch: int, dim: int, rotated: int) -> Non
 
     types = {f"{name}_ptr": "*i32" for name in ("packed", "places", "formats")}
     types |= {"pointers_ptr": "*i64", "side_ptr": "*i64", "k_ptr": "*bf16", "v_ptr": "*bf16"}
-    types |= {"centre_ptr": "*fp32", "steps_ptr": "*fp32"}
+    types |= {"centre_ptr": "*fp32", "direction_ptr": "*i8", "steps_ptr": "*fp32"}
     constants = dict(
         DIM=dim, WIDE=128, ROTATED=rotated, PAGE=64, ROW=2 * dim, DTYPE="bfloat16", POSITION_BYTES=2, IMPORTANCE=True,
-        CENTRED=True, COLUMNS=len(moves.COLUMNS),
+        CENTRED=True, AIMED=False, COLUMNS=len(moves.COLUMNS),
     )  # fmt: skip
     kernel = "kvstrata.cache.move.repack_triton", "repack_kernel"
     used = compile_triton(*kernel, arch, types, constants, enable_fp_fusion=False)

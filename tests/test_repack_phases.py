@@ -164,7 +164,7 @@ def test_the_plan_is_that_of_the_reference(emulated: None, monkeypatch: pytest.M
         assert not wanted
         assert bool((tokens.tier == target).all())
         return
-    [(_, lists, (first, _), _)] = seen
+    [(_, lists, (first, _), *_)] = seen
     found = phased(ours, lists, first)
     copied = (table >= 0) & (ours.host_table >= 0) & (table != ours.host_table)
     original = dict(zip(ours.host_table[copied].tolist(), table[copied].tolist(), strict=True))
@@ -206,6 +206,12 @@ def test_whole_pages_are_written_whole(emulated: None, monkeypatch: pytest.Monke
 CASES = {
     "three tiers, new rows": (dict(tiers=("K8V8", "K4V2", "K2V2"), dtype=torch.bfloat16, tokens=70), 150),
     "shared words": (dict(tiers=("K3V3", "K3V2"), dim=48, tokens=40, wide=True, keeps=False), 60),
+    "directions": (dict(tiers=("K4V3", "K3V2", "K2V2"), dtype=torch.bfloat16, tokens=70, directed=True), 150),
+    "directions of pages without a centre": (
+        dict(tiers=("K4V3", "K4V2", "K2V2"), dim=64, dtype=torch.float16, tokens=70, directed=True, centre=False),
+        150,
+    ),
+    "directions, shared words": (dict(tiers=("K4V4", "K3V2", "K2V2"), dim=80, tokens=40, directed=True), 60),
 }
 
 
@@ -226,12 +232,25 @@ def test_phases_do_what_the_reference_does(
         assert_equal(ours.state(), reference.state())
 
 
-@pytest.mark.parametrize("tiers", [("K4V4", "K4V2"), ("K8V3", "K2V3")])
-def test_codes_of_unchanged_width_are_kept(request: pytest.FixtureRequest, tiers: tuple[str, str]) -> None:
+class WithZeros(Setup):
+    """Some rows are zero: no direction changes their codes."""
+
+    def fresh(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super().fresh(n)
+        k[::7] = v[::5] = 0
+        return k, v
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("tiers", [("K4V4", "K4V2"), ("K3V4", "K3V3"), ("K8V3", "K2V3")])
+def test_codes_of_unchanged_width_are_kept(
+    request: pytest.FixtureRequest, tiers: tuple[str, str], directed: bool
+) -> None:
     """Tokens that go from codes to codes fill whole pages; a side that has its width already is taken as it is."""
     if not HAS_GPU:
         request.getfixturevalue("emulated")
-    ours, reference = (Setup(tiers, tokens=150, dtype=torch.bfloat16) for _ in range(2))
+    options = dict(tokens=150, dtype=torch.bfloat16, directed=directed, centre=False)
+    ours, reference = (WithZeros(tiers, **options) for _ in range(2))
     for setup, backend in ((ours, "cuda"), (reference, "reference")):
         tokens = setup.tokens()
         setup.move(tokens, torch.where(tokens.tier == 1, 2, tokens.tier), None, backend)

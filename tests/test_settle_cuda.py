@@ -168,7 +168,8 @@ def test_layers_of_prompts_reuse_what_the_first_prepared(
         by = torch.randint(-2, 3, (2, 2, 32), generator=generator).float().exp2()
         for cache in (ours, wanted):
             for layer in range(2):
-                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2])
+                query = by[1 - layer].log2().to(cache.device)
+                cache.set_balance(layer, by[layer].to(cache.device), [0, 1, 2], query=query)
 
     def prompts(requests: list[int], lengths: list[int] | None, tokens: int, seen: list[int]) -> None:
         layers.clear()

@@ -56,6 +56,7 @@ class CacheState:
     pool: Pool
     buckets: Buckets
     centre: torch.Tensor  # float32 [requests, layers, kv_heads, head_dim], in the space of the model's K
+    direction: torch.Tensor | None  # int8, same shape, of quantised K: `quant.reference.aim`; None as ``balance``
     balance: torch.Tensor | None  # int8 exponents, same shape: stored K is divided by 2 ** balance
     budget: Budget
     policy: Policy

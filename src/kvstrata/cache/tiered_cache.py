@@ -201,11 +201,14 @@ class TieredCache(RequestOperations):
             slab, capacity = sizes.slabs(strides[0], len(strides))
             self.pool = Pool(strides, slab, capacity, self.device, debug)
             self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
-            self._calibrated = calibrated(calibration, (layers, kv_heads, head_dim), self.device, balance)
+            shape = (layers, kv_heads, head_dim)
+            self._calibrated = calibrated(calibration, shape, self.device, balance, self.formats[-1].rotate)
             first, *each = self._calibrated.centre, max_requests, 1, 1, 1
             self.centre = first.repeat(each)
             own = self._calibrated.balance
             self.balance = None if own is None else own.repeat(each)
+            own = self._calibrated.direction
+            self.direction = None if own is None else own.repeat(each)
             lengths = torch.zeros(max_requests, layers, dtype=torch.int32, device="cpu")
             self._lengths, self._device_lengths = lengths.numpy(), lengths.to(self.device)
             self.reports = Reports(max_requests, layers, self.device)
@@ -310,7 +313,14 @@ class TieredCache(RequestOperations):
             raise ValueError(f"interleaved: expected True, False or None, got {interleaved!r}")
         self.interleaved = self._arguments["interleaved"] = interleaved
 
-    def set_balance(self, layer: int, balance: torch.Tensor, requests: Sequence[int] | None = None) -> None:
+    def set_balance(
+        self,
+        layer: int,
+        balance: torch.Tensor,
+        requests: Sequence[int] | None = None,
+        *,
+        query: torch.Tensor | None = None,
+    ) -> None:
         """Set the balance of requests that have no tokens in a layer yet (`kvstrata.quant.calibration.pair_balance`).
 
         Args:
@@ -319,6 +329,8 @@ class TieredCache(RequestOperations):
                 to 256. K of the requests is divided by it, and queries are multiplied by it.
             requests: any below ``max_requests``, in use or not; None is all in use. A request keeps its balance until
                 it is freed or cropped to length 0.
+            query: mean query of each KV head, float32 of the same shape as ``balance`` and not multiplied by it. K is
+                rounded so that its error has no component along it. None rounds each value to the nearest code.
 
         Raises ValueError or TypeError, naming the argument. Not safe under CUDA-graph capture.
         """
@@ -326,7 +338,7 @@ class TieredCache(RequestOperations):
         given = list(self.requests) if requests is None else whole_numbers("requests", requests)
         for request in given:
             check_int("requests", request, 0, self.max_requests - 1)
-        set_balance(self, layer, balance, given)
+        set_balance(self, layer, balance, given, query)
 
     def append(
         self,

@@ -7,6 +7,9 @@ assuming inputs of unit variance, and so does a prompt that repeats one token: i
 
 The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
 receive attention are wide. With one format for all, some heads get worse, so only those with much to gain are balanced.
+
+Tiers round K so that its error has no component along the mean query (`quant.reference.aim`). What queries have in
+common then causes no noise, and the balance counts only the rest of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +36,30 @@ ENOUGH = 16  # with at least as many tokens, the prompt is used rather than the 
 FEWEST = 4  # minimum number of tokens if there are no weights to use
 MOST = 512  # maximum number of tokens used
 AHEAD = 2048  # horizon: positions over which energies are averaged
+NEXT = 512  # positions over which the mean query is averaged: RoPE turns it, and a direction is fixed
 PRIOR = 32  # strength of the prior that both channels of a pair are alike, in tokens
 LEAST = 1 / 32  # a channel has at least half of this share of its pair's energy, a 64th
 SAME = 1e-4  # squared distance of V to the token before, relative to its square, up to which a token repeats it
 REPEATED = 4  # a row with fewer than one in this many tokens that differ from the one before it is a repeated token
 WORTH = 0.6  # expected noise of scores, relative to none balanced, up to which one format is balanced
+
+
+class Estimate(NamedTuple):
+    """Balance of rows and their mean query, float32 ``[rows, kv_heads, D]``; a query of zeros is not known."""
+
+    balance: torch.Tensor
+    query: torch.Tensor
+
+
+class Squares(NamedTuple):
+    """Expected squares and mean of a prompt's rows, float32 ``[rows, kv_heads, D]``; tokens used, ``[rows]``."""
+
+    k: torch.Tensor  # of K less its centre
+    k_whole: torch.Tensor
+    q: torch.Tensor
+    query: torch.Tensor  # mean of Q
+    q_rest: torch.Tensor  # of Q less its mean
+    tokens: torch.Tensor
 
 
 def of_first_prompt(
@@ -48,8 +71,9 @@ def of_first_prompt(
     rope: Sequence[float],
     has_tiers: bool,
     real: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Balance of each row, float32 ``[rows, kv_heads, D]``: from its tokens, or from the weights if it has few.
+    aims: bool = False,
+) -> Estimate:
+    """Estimate of each row from its tokens, or its balance from the weights if it has few, without a query.
 
     Arguments are those of `from_prompt`; ``new`` is ``real`` on the host, ``useful`` is from `useful_tokens`,
     ``module`` is the model's attention. Without ``real`` it is uploaded, and the host waits for that.
@@ -58,14 +82,16 @@ def of_first_prompt(
     rope = rope if rope_of.applies(module) else ()
     if real is None:
         real = torch.from_numpy(new).to(key.device, non_blocking=True)
-    own, counts = from_prompt(query.detach()[:, :, first], key.detach()[:, :, first], real, rope, turned, has_tiers)
+    prompt = query.detach()[:, :, first], key.detach()[:, :, first]
+    (own, mean), counts = from_prompt(*prompt, real, rope, turned, has_tiers, aims)
     if too_short(useful):
         by_weights = weights.balance_of(module, key.shape[1], key.shape[3], rope, turned)
         instead = torch.ones_like(own) if by_weights is None else by_weights.to(own.device).expand_as(own)
         counts = torch.minimum(counts, torch.from_numpy(useful).to(counts.device, non_blocking=True))
         enough = counts >= (FEWEST if by_weights is None else ENOUGH)
         own = torch.where(enough.view(-1, 1, 1), own, instead)
-    return own
+        mean = mean * enough.view(-1, 1, 1)
+    return Estimate(own, mean)
 
 
 def too_short(useful: np.ndarray) -> bool:
@@ -107,8 +133,9 @@ def from_prompt(
     rope: Sequence[float],
     is_interleaved: bool | None,
     has_tiers: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Balance of each row, float32 ``[rows, kv_heads, D]``, and number of its tokens that were used, ``[rows]``.
+    aims: bool = False,
+) -> tuple[Estimate, torch.Tensor]:
+    """Estimate of each row, and the number of its tokens that were used, ``[rows]``.
 
     Args:
         query: ``[rows, heads, n, D]``, scaled as for the product with K; ``key [rows, kv_heads, n, D]``.
@@ -116,9 +143,11 @@ def from_prompt(
         rope: radians per position of K's rotated channel pairs, empty for none.
         is_interleaved: how RoPE pairs channels, see `rope.interleaved`; None balances single channels.
         has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
+        aims: K is rounded so that its error has no component along the mean query.
     """
-    k_square, k_whole, q_square, count = squares(query, key, real, rope, is_interleaved)
-    return from_squares(k_square, k_whole, q_square, rope, is_interleaved, has_tiers), count
+    own = squares(query, key, real, rope, is_interleaved)
+    balance = from_squares(own.k, own.k_whole, own.q_rest if aims else own.q, rope, is_interleaved, has_tiers)
+    return Estimate(balance, own.query), own.tokens
 
 
 def from_squares(
@@ -155,8 +184,9 @@ def squares(
     real: torch.Tensor,
     rope: Sequence[float],
     is_interleaved: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expected squares of centred K, K and Q, float32 ``[rows, kv_heads, D]``; number of tokens used, ``[rows]``.
+    follows: bool = True,
+) -> Squares:
+    """Expected squares of centred K, K, Q and centred Q, and the mean of Q.
 
     They are means over `AHEAD` positions, or over twice the tokens of a row if that is more. Arguments are those of
     `from_prompt`. If it is unknown how RoPE pairs channels, they are means over the prompt, without subtracting a
@@ -167,6 +197,9 @@ def squares(
     μ1 and μ2 are the mean rotations by the angle and by twice the angle, and the squares of the channels are
     (e ± Re p·μ2) / 2. Centring K subtracts |c·μ1|² from e and (c·μ1)² from p·μ2. Some models leave out RoPE in some
     layers: where the plain mean is longer than c, it is the centre, as in `policy.centre`.
+
+    The mean of Q is that of the queries to come: over the next `NEXT` positions if they follow the prompt, else over
+    the first `AHEAD`.
     """
     tokens, real = real.sum(1), real[:, : key.shape[2]]
     number = real.cumsum(1) - 1
@@ -182,15 +215,19 @@ def squares(
     means = _moments(PromptSample(query, key, weight, number, (cos, sin), LARGEST, bool(is_interleaved)))
     turned, rest = (slice(cos.shape[1]), slice(cos.shape[1], None))
     (one, two), others = channels(cos.shape[1], key.shape[-1], is_interleaved=bool(is_interleaved))
-    sums = torch.empty(3, *key.shape[:2], key.shape[-1], dtype=torch.float32, device=key.device)
-    k_square, k_whole, q_square = sums.unbind(0)
+    sums = torch.empty(5, *key.shape[:2], key.shape[-1], dtype=torch.float32, device=key.device)
+    k_square, k_whole, q_square, q_mean, q_rest = sums.unbind(0)
+    by_head = _of_heads(query, key.shape[1], weight)
+    plain_q = _weighted(by_head, weight)
     centres = (means.x, means.y) if is_known or not rope else (torch.zeros_like(means.x),) * 2
     for channel, k, centre, q in zip(others, means[:2], centres, means[6:8], strict=True):
         k_square[..., channel] = (k[..., rest] - centre[..., rest].square()).clamp(min=0)
         k_whole[..., channel] = k[..., rest]
         q_square[..., channel] = q[..., rest]
+        q_mean[..., channel] = plain_q[..., channel]
+        q_rest[..., channel] = (q[..., rest] - plain_q[..., channel].square()).clamp(min=LEAST * q[..., rest])
     if not len(angle):
-        return k_square, k_whole, q_square, count
+        return Squares(k_square, k_whole, q_square, q_mean, q_rest, count)
     m = Moments(*(x[..., turned] for x in means))
     horizon = (2 * tokens).clamp(min=AHEAD)
     first, second = (torch.complex(*mean_rotation(by * angle, horizon)).unsqueeze(1) for by in (1, 2))
@@ -207,14 +244,57 @@ def squares(
     k_whole[..., one], k_whole[..., two] = m.k_first, m.k_second
     unlike = torch.complex(m.q_unlike, m.q_cross)
     _split(q_square, one, two, m.q_first + m.q_second, (unlike * second * trust_q).real)
-    return k_square, k_whole, q_square, count
+    common = _turned_back(by_head, weight, number, (cos, sin), (one, two))
+    plain = torch.complex(plain_q[..., one], plain_q[..., two])
+    if follows:
+        first, second = (_next_rotation(by * angle, tokens) for by in (1, 2))
+    is_plain = _length(plain) > _length(common)
+    mean = torch.where(is_plain, plain, common * first)
+    q_mean[..., one], q_mean[..., two] = mean.real, mean.imag
+    differ = common.square() * second + (unlike - common.square()) * second * trust_q - mean.square()
+    differ_plain = (m.q_first - m.q_second - plain.square().real) * trust_q
+    rest = (m.q_first + m.q_second - mean.abs().square()).clamp(min=LEAST * (m.q_first + m.q_second))
+    _split(q_rest, one, two, rest, torch.where(is_plain, differ_plain, differ.real))
+    return Squares(k_square, k_whole, q_square, q_mean, q_rest, count)
+
+
+def _next_rotation(angle: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+    """Mean rotation by ``angle [pairs]`` over `NEXT` positions from ``begin [rows]`` on, complex ``[rows, 1, pairs]``."""
+    mean = torch.complex(*mean_rotation(angle, torch.full_like(begin, NEXT)))
+    turn = begin.double().unsqueeze(1) * angle
+    return (mean * torch.complex(turn.cos().float(), turn.sin().float())).unsqueeze(1)
+
+
+def _of_heads(query: torch.Tensor, kv_heads: int, weight: torch.Tensor) -> torch.Tensor:
+    """Mean of the queries of each KV head's group, float32 ``[rows, kv_heads, n, D]``; 0 for unused columns."""
+    used = (weight > 0)[:, None, :, None]
+    rows = torch.where(used, query, 0).nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
+    return rows.unflatten(1, (kv_heads, -1)).mean(2, dtype=torch.float32)
+
+
+def _weighted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens of ``rows [rows, kv_heads, n, D]`` times their weights."""
+    return (rows * weight[:, None, :, None]).sum(2)  # no product that an autocast would round
+
+
+def _turned_back(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    number: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    pair: tuple[slice, slice],
+) -> torch.Tensor:
+    """Weighted mean of pairs rotated back to position 0, complex ``[rows, kv_heads, pairs]``."""
+    cos, sin = (table[number.clamp(0, len(table) - 1)].unsqueeze(1) for table in tables)
+    x, y = rows[..., pair[0]], rows[..., pair[1]]
+    return torch.complex(_weighted(x * cos + y * sin, weight), _weighted(y * cos - x * sin, weight))
 
 
 def _plain_mean(key: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Mean of K over the tokens used, not rotated back: float32 ``[rows, kv_heads, D]``."""
     used = (weight > 0)[:, None, :, None]
     rows = torch.where(used, key, 0).float().nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-    return (rows * weight[:, None, :, None]).sum(2)  # no product that an autocast would round
+    return _weighted(rows, weight)
 
 
 def _length(mean: torch.Tensor) -> torch.Tensor:

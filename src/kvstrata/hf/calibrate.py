@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ def _statistics(
             raise ValueError(f"model: expected finite {name} in layer {layer.place}, got NaN or infinity")
     real = torch.ones(len(query), query.shape[2], dtype=torch.bool, device=query.device)
     rope, turned = layer_frequencies(call.module, layer.owner._text, key.shape[3], kind), interleaved(call.module)
-    k, whole, q, _ = balance.squares(query, key, real, rope, turned)
-    own = balance.from_squares(k.mean(0), whole.mean(0), q.mean(0), rope, turned, has_tiers)
+    each = balance.squares(query, key, real, rope, turned, follows=False)
+    k, whole, mean, *of_q = (x.mean(0) for x in (each.k, each.k_whole, each.query, each.q, each.q_rest))
+    own, aimed = (balance.from_squares(k, whole, q, rope, turned, has_tiers) for q in of_q)
     rows = key.float().nan_to_num(0.0, 0.0, 0.0)[:, :, :CENTRE_TOKENS]
     present = torch.ones_like(rows[..., :1], dtype=torch.bool)
     present[:, :, : balance.SINKS] = False  # attention sinks
     ahead = max(min(HORIZON, support.context(layer.owner._text) or HORIZON), rows.shape[2])
     horizon = torch.full((len(rows),), ahead, device=rows.device)
     centre = centre_of(rows * present, present, rope, horizon, turned).mean(0)
-    return LayerCalibration(own.cpu(), (centre / own).float().cpu())
+    parts = LayerCalibration(own.cpu(), (centre / own).float().cpu())
+    return replace(parts, query=mean.cpu(), aimed=aimed.cpu()) if has_tiers else parts
 
 
 def _attend(layer: _Recorder | _WindowRecorder, call: attention.AttentionCall) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Sample:
     Args:
         query: ``[heads, n, D]``, the request's first n tokens; key, value: ``[kv_heads, n, D]``.
         balance, centre: ``[kv_heads, D]`` of K. ``balance=None``: no balance. ``centre=None``: estimated from the rows.
+        direction: int8, same shape, of the error of K (`quant.reference.aim`), or None.
         rope, interleaved: of K's rotated pairs, see `centre_of`; the centre is that of ``ahead`` positions.
         plain: numbers of sink and recent tokens, which stay at 16 bit.
     """
@@ -69,7 +70,9 @@ class Sample:
         interleaved: bool | None,
         ahead: torch.Tensor,
         plain: tuple[int, int],
+        direction: torch.Tensor | None = None,
     ) -> None:
+        self.direction = None if direction is None else direction.unsqueeze(1)
         tokens = min(query.shape[1], MOST)
         query_index = torch.linspace(tokens // 2, tokens - 1, QUERIES, dtype=torch.float32, device=query.device).long()
         token_index = torch.arange(tokens, device=query.device)
@@ -104,12 +107,14 @@ class Sample:
             centre=cache.centre[request, layer] if cache._centred[request, layer] else None, rope=cache.rope,
             interleaved=cache.interleaved, ahead=horizon(torch.tensor([tokens], device=query.device), cache.max_tokens),
             plain=(cache.sink_tokens, cache.recent_tokens),
+            direction=None if cache.direction is None else cache.direction[request, layer],
         )  # fmt: skip
 
     def error(self, form: Format) -> float:
         """Relative error of the attention output with all but sink and recent tokens in a format."""
         centre = self.centre if form.centre else torch.zeros_like(self.centre)
-        k = _rounded(self.k / self.balance, centre / self.balance, form.k_bits, form.rotate, quant.K_GAIN)
+        rows, centre_row = self.k / self.balance, centre / self.balance
+        k = _rounded(rows, centre_row, form.k_bits, form.rotate, quant.K_GAIN, self.direction)
         v = _rounded(self.v, None, form.v_bits, form.rotate, quant.V_GAIN)
         out = self._attend(k * self.balance + centre, v)
         return float(((out - self.truth).square().sum() / self.truth.square().sum()).sqrt())
@@ -130,15 +135,20 @@ class Sample:
 
 
 def _rounded(
-    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: dict[int, float]
+    x: torch.Tensor,
+    centre: torch.Tensor | None,
+    bits: int,
+    rotate: bool,
+    gain: dict[int, float],
+    direction: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows ``[..., D]`` after a round trip through pages with ``bits`` bits per value, float32, without the centre."""
     flat = x.flatten(0, -2)
     if (loops := loops_for(flat)) is None:
-        codes, scale = quant.quantize_plain(x, centre, bits, rotate, gain[bits])
+        codes, scale = quant.quantize_plain(x, centre, bits, rotate, gain[bits], direction)
     else:  # the same codes
-        by_row = None if centre is None else centre.expand_as(x).flatten(0, -2)
-        codes, scale = loops.quantize_plain(flat, by_row, bits, rotate, gain[bits])
+        by_row, own = (None if one is None else one.expand_as(x).flatten(0, -2) for one in (centre, direction))
+        codes, scale = loops.quantize_plain(flat, by_row, bits, rotate, gain[bits], own)
         codes, scale = codes.view(x.shape), scale.view(x.shape[:-1])
     rows = quant.decode(codes, scale, bits)
     return rotation.rotate(rows) if rotate else rows

@@ -240,8 +240,8 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         cache, useful = self.owner.tiered, self.owner._useful_tokens(value, new)
         if len(empty) < len(query):
             query, key, new, useful = query[empty], key[empty], new[empty], useful[empty]
-        own = balance.of_first_prompt(query, key, new, useful, module, cache.rope, self.owner.uses_mass)
-        put_balance(cache, self.index, own, empty.tolist())
+        own = balance.of_first_prompt(query, key, new, useful, module, cache.rope, self.owner.uses_mass, aims=True)
+        put_balance(cache, self.index, own.balance, empty.tolist(), own.query)
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:
         """Estimate the error of the budget in this layer; after the last layer, warn if it is large."""

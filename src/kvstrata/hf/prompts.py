@@ -22,6 +22,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.append_layers import LayersAppend, supports
 from kvstrata.cache.policy import settle_cuda
 from kvstrata.quant.calibration import exponents, factors
+from kvstrata.quant.reference import direction_of
 
 from . import balance
 from .guard import Guard
@@ -242,6 +243,7 @@ class Prompts:
         if columns.positions is not None:
             real = columns.positions[2]
         assert cache.balance is not None
+        assert cache.direction is not None
         step = len(layers) if first.device.type == "cuda" else max(1, BALANCE_ROWS // rows)
         for begin in range(0, len(layers), step):
             query = first[begin : begin + step].flatten(0, 1)
@@ -249,9 +251,11 @@ class Prompts:
             many = len(query) // rows
             present, has_tiers = real.repeat(many, 1), settings.limit is not None
             rope = cache.rope if settings.has_rope else ()
-            own, _ = balance.from_prompt(query, key, present, rope, settings.is_interleaved, has_tiers)
-            power = exponents(own).unflatten(0, (many, rows)).transpose(0, 1)
-            cache.balance[:rows, layers[begin] : layers[begin] + many] = power
+            own, _ = balance.from_prompt(query, key, present, rope, settings.is_interleaved, has_tiers, aims=True)
+            of_layers = slice(layers[begin], layers[begin] + many)
+            direction = direction_of(own.query * own.balance, cache.formats[-1].rotate)
+            for table, values in ((cache.balance, exponents(own.balance)), (cache.direction, direction)):
+                table[:rows, of_layers] = values.unflatten(0, (many, rows)).transpose(0, 1)
 
 
 def group_of(layers: int, nbytes: int, on_cpu: bool = False) -> int:

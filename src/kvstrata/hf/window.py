@@ -237,7 +237,7 @@ class WindowLayer(WindowRings, Owned[Owner], CacheLayerMixin):
             return
         useful = self.owner._useful_tokens(call.value, new)
         prompt = call.query[empty], call.key[empty], new[empty], useful[empty], call.module, setting.rope
-        self.calibration.balance[empty] = balance.of_first_prompt(*prompt, has_tiers=False)
+        self.calibration.balance[empty] = balance.of_first_prompt(*prompt, has_tiers=False).balance
 
     def setting(self, call: attention.AttentionCall) -> Setting:
         """Setting of a first prompt."""

@@ -110,7 +110,7 @@ class Group(WindowRings):
             all_real = torch.ones((), dtype=torch.bool, device=self.device).expand(self.tokens.shape)
             real = (all_real if self.real is None else self.real).repeat(layers, 1)
             prompt = query, key, tokens, np.tile(self.useful, layers), module, setting.rope
-            own.balance.copy_(balance.of_first_prompt(*prompt, has_tiers=False, real=real))
+            own.balance.copy_(balance.of_first_prompt(*prompt, has_tiers=False, real=real).balance)
         self.held = []
         del query, key  # free them
         for part, given in zip(parts, self.given, strict=True):

@@ -1,6 +1,6 @@
 """Calibration of a model's K: balance and centre of every layer, and the layer's sensitivity to rounding.
 
-    K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
+    K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes, aimed at the mean query
     Q of the model ──* balance──▶ ──rotate──▶ scores with codes; + balanced Q · centre, the same for all tokens
 
 A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
@@ -28,6 +28,7 @@ from kvstrata.checks import check_device
 KIND = "kvstrata.calibration"
 VERSION = 1
 KINDS = ("layer", "window", "none")
+PARTS = ("balance", "centre", "query", "aimed")  # tensors of a layer, as files name them
 MAX_EXPONENT = 8
 LARGEST = 2.0**MAX_EXPONENT  # limit of a balance and of its inverse: K and Q of any model stay within the range of fp16
 LARGEST_CENTRE = 65504.0
@@ -74,13 +75,16 @@ def factors(exponents: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LayerCalibration:
-    """Balance and centre of K in one layer; None for no balance or centre.
+    """Balance and centre of K in one layer, and the mean query; None for what is not known.
 
     Args:
         balance: float32 ``[kv_heads, head_dim]``, powers of two from 1 / 256 to 256. K is divided by it and Q of the
             same KV head multiplied by it, both before the Hadamard rotation.
         centre: float32 ``[kv_heads, head_dim]``, subtracted from balanced K before the rotation. Scores of codes lack
             the product of balanced Q and centre, which is the same for every token.
+        query: float32 ``[kv_heads, head_dim]``, mean of the model's Q over tokens, positions ahead and the query heads
+            of a KV head. Tiers round K so that the error has no component along it.
+        aimed: balance for tiers that do so, if it is another one; like ``balance``.
 
     Raises TypeError or ValueError, naming the argument.
 
@@ -92,35 +96,50 @@ class LayerCalibration:
 
     balance: torch.Tensor | None = None
     centre: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+    aimed: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.balance is not None:
-            object.__setattr__(self, "balance", _check("balance", self.balance))
-            check_balance("balance", self.balance)
+        for name in ("balance", "aimed"):
+            own = getattr(self, name)
+            if own is not None:
+                object.__setattr__(self, name, _check(name, own))
+                check_balance(name, own)
+        if self.query is not None:
+            object.__setattr__(self, "query", _check("query", self.query))
+            if not bool(self.query.isfinite().all()):
+                raise ValueError("query: expected finite numbers, got other values")
         if self.centre is not None:
             object.__setattr__(self, "centre", _check("centre", self.centre))
             if not bool((self.centre.abs() <= LARGEST_CENTRE).all()):
                 raise ValueError(f"centre: expected finite numbers up to {LARGEST_CENTRE}, got other values")
-        if self.balance is not None and self.centre is not None and self.balance.shape != self.centre.shape:
-            raise ValueError(
-                f"centre: expected shape {tuple(self.balance.shape)} as balance, got {tuple(self.centre.shape)}"
-            )
+        given = [(name, x) for name, x in self.tensors.items() if x is not None]
+        for name, x in given[1:]:
+            if x.shape != given[0][1].shape:
+                raise ValueError(
+                    f"{name}: expected shape {tuple(given[0][1].shape)} as {given[0][0]}, got {tuple(x.shape)}"
+                )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Tensors by name, None for what is not known."""
+        return {name: getattr(self, name) for name in PARTS}
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """``(kv_heads, head_dim)``, or None if there is neither balance nor centre."""
-        x = self.centre if self.balance is None else self.balance
+        """``(kv_heads, head_dim)``, or None if it has no tensors."""
+        x = next((x for x in self.tensors.values() if x is not None), None)
         return None if x is None else (x.shape[0], x.shape[1])
 
     def to(self, device: torch.device | str) -> LayerCalibration:
         """Return a copy on a device."""
-        return LayerCalibration(*(None if x is None else x.to(device) for x in (self.balance, self.centre)))
+        return LayerCalibration(*(None if x is None else x.to(device) for x in self.tensors.values()))
 
 
 def _digest(layers: Sequence[LayerCalibration]) -> str:
     digest = hashlib.sha256()
     for layer in layers:
-        for x in (layer.balance, layer.centre):
+        for x in layer.tensors.values():
             digest.update(b"none" if x is None else str(tuple(x.shape)).encode() + x.cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -187,7 +206,7 @@ class Calibration:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """``(kv_heads, head_dim)`` of ``layers``, or None if none of them has a balance or a centre."""
+        """``(kv_heads, head_dim)`` of ``layers``, or None if none of them has tensors."""
         return next((layer.shape for layer in self.layers if layer.shape is not None), None)
 
     @property
@@ -198,7 +217,7 @@ class Calibration:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the balance and the centre of all layers but those of ``windows``; equal for equal numbers."""
+        """Digest of the tensors of all layers but those of ``windows``; equal for equal numbers."""
         return _digest(self.layers)
 
     @cached_property
@@ -284,8 +303,8 @@ class Calibration:
         tensors: dict[str, torch.Tensor] = {}
         for prefix, layers in (("", self.layers), ("window.", self.windows)):
             for i, layer in enumerate(layers):
-                parts = {"balance": layer.balance, "centre": layer.centre}
-                tensors |= {f"{prefix}{name}.{i}": x.cpu().clone() for name, x in parts.items() if x is not None}
+                parts = layer.tensors.items()
+                tensors |= {f"{prefix}{name}.{i}": x.cpu().clone() for name, x in parts if x is not None}
         for name, values in (("k", self.k_sensitivity), ("v", self.v_sensitivity)):
             tensors[f"sensitivity.{name}"] = torch.tensor(values, dtype=torch.float64, device="cpu")
         counts = {"layers": len(self.layers), "windows": len(self.windows)}
@@ -313,13 +332,13 @@ class Calibration:
             raise ValueError(f"path: expected {KIND!r} of version {VERSION} in {str(path)!r}, got {given}")
         try:
             counts = {"": int(metadata["layers"]), "window.": int(metadata.get("windows", 0))}
-            names = [[(f"{x}balance.{i}", f"{x}centre.{i}") for i in range(n)] for x, n in counts.items()]
-            known = {name for pairs in names for pair in pairs for name in pair}
+            names = [[[f"{x}{part}.{i}" for part in PARTS] for i in range(n)] for x, n in counts.items()]
+            known = {name for layers in names for parts in layers for name in parts}
             known |= {"sensitivity.k", "sensitivity.v"}
             if unknown := sorted(set(tensors) - known):
                 raise ValueError(f"tensors: expected those of {counts['']} layers, got {unknown[0]!r}")
             layers, windows = (
-                [LayerCalibration(*(tensors.get(name) for name in pair)) for pair in pairs] for pairs in names
+                [LayerCalibration(*(tensors.get(name) for name in parts)) for parts in layers] for layers in names
             )
             if missing := sorted({"sensitivity.k", "sensitivity.v"} - set(tensors)):
                 raise ValueError(f"no tensor {missing[0]}")

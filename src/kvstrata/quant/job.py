@@ -21,3 +21,4 @@ class Job(NamedTuple):
     format: Format
     centre: torch.Tensor | None
     centres: torch.Tensor | None
+    direction: torch.Tensor | None = None  # int8 [m, D], rows as those of centre

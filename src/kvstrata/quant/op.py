@@ -23,9 +23,9 @@ from .job import Job
 
 SOURCE = Path(__file__).with_name("quantize.cu")
 CXX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres; strides of heads and of tokens in
-# bytes; number of pages; per tier that codes come from: bits of K and V, offsets of V and of the scales.
-PARAMS = struct.Struct(f"9Q2q3i{4 * MAX_TIERS}i4x")
+# struct Params: k, v, pool, pages, source of k and of v, heads, centre, centres, direction; strides of heads and of
+# tokens in bytes; number of pages; per tier that codes come from: bits of K and V, offsets of V and of the scales.
+PARAMS = struct.Struct(f"10Q2q3i{4 * MAX_TIERS}i4x")
 # Fraction of the resident warps per round, by maximum head_dim: with less than one, K and V run concurrently, if the
 # machine code of both fits the instruction cache.
 ROUNDS = {64: 0.5, 128: 0.75, 256: 1.0}
@@ -41,8 +41,10 @@ def entry_of(format: Format, dtype: torch.dtype, by_address: bool = False) -> st
     return f"quantize_pages<{CXX[dtype]}, {format.head_dim}, {widths}, {str(format.rotate).lower()}{index}>"
 
 
-def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes) -> jit.Launch:
-    """Launch that writes ``pages`` pages.
+def prepare(
+    kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, params: bytes, directed: bool
+) -> jit.Launch:
+    """Launch that writes ``pages`` pages; ``directed``: with a direction.
 
     A warp writes one side of 16 tokens, page by page: K in one round of warps, V in several, each with half as many
     pages as the previous one. If tiles share words, a block is a page.
@@ -51,10 +53,12 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
     planes = [width for bits in (format.k_bits, format.v_bits) for width, _ in fragments.planes(bits)]
     centre = 4 * format.head_dim  # bytes
     if any(steps * width % 4 for width in planes):
-        shared = format.k_bytes + format.v_bytes + tiles * 2 * centre
+        shared = format.k_bytes + format.v_bytes + tiles * (2 + directed) * centre
         return jit.Launch(kernel, pages, 64 * tiles, params, shared=shared)
     rows = fragments.TILE_TOKENS * format.head_dim * dtype.itemsize
     shared = 2 * (rows + centre) + ASKED + 2 * centre  # two tiles, and the centre after the butterflies, twice
+    if directed:
+        shared += centre + 2 * format.head_dim  # weights as lanes need them, and as given for two tiles
     share = next(share for most, share in ROUNDS.items() if format.head_dim <= most)
     warps = max(1, min(pages, int(kernel.resident(32, shared) * share) // tiles))
     warps = warps // SAME_HEAD * SAME_HEAD or warps
@@ -63,7 +67,7 @@ def prepare(kernel: jit.Kernel, format: Format, dtype: torch.dtype, pages: int, 
 
 
 def _check(job: Job) -> None:
-    k, v, pool, pages, source, heads, format, centre, centres = job
+    k, v, pool, pages, source, heads, format, centre, centres, direction = job
     if format.plain:
         fail("format", "a quantised format", format.name)
     if k.dim() != 3 or k.shape[2] != format.head_dim:
@@ -85,14 +89,24 @@ def _check(job: Job) -> None:
         fail("pages", "[n]", f"shape {tuple(pages.shape)}")
     n = pages.shape[0]
     shapes = {"source": (source, (n, format.page_tokens)), "heads": (heads, (n,))}
-    if (centre is None) != (centres is None):
-        fail("centres", "centre and centres given together, or neither", None)
-    if centre is not None and centres is not None:
+    if centres is not None:
+        if centre is None and direction is None:
+            fail("centres", "None without centre and direction", "a tensor")
+        shapes["centres"] = (centres, (n,))
+    elif centre is not None or direction is not None:
+        fail("centres", "rows of centre and direction where one of them is given", None)
+    if centre is not None:
         if not format.centre:
             fail("centre", f"None for {format.name} with centre=False", "a tensor")
         if centre.dtype != torch.float32 or centre.dim() != 2 or centre.shape[1] != format.head_dim:
             fail("centre", f"float32 [rows, {format.head_dim}]", f"{centre.dtype} of shape {tuple(centre.shape)}")
-        shapes["centres"] = (centres, (n,))
+    if direction is not None:
+        rows = direction.shape[:1] if centre is None else centre.shape[:1]
+        if direction.dtype != torch.int8 or direction.shape != (*rows, format.head_dim):
+            expected = f"int8 [{'rows' if centre is None else rows[0]}, {format.head_dim}]"
+            fail("direction", expected, f"{direction.dtype} of shape {tuple(direction.shape)}")
+        if not direction.is_contiguous():
+            fail("direction", "a contiguous tensor", f"strides {tuple(direction.stride())}")
     for name, (tensor, shape) in shapes.items():
         if tuple(tensor.shape) != shape:
             fail(name, f"shape {shape}", tuple(tensor.shape))
@@ -102,6 +116,7 @@ def _check(job: Job) -> None:
         if not tensor.is_contiguous():
             fail(name, "a contiguous tensor", f"strides {tuple(tensor.stride())}")
     others = {"k": k, "v": v, "pages": pages, "source": source, "heads": heads, "centre": centre, "centres": centres}
+    others["direction"] = direction
     for name, given in others.items():
         if given is not None and given.device != pool.device:
             fail(name, f"a tensor on {pool.device}, where pool is", given.device)
@@ -118,6 +133,7 @@ def quantize_pages(
     *,
     centre: torch.Tensor | None = None,
     centres: torch.Tensor | None = None,
+    direction: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Quantise rows of K and V into pages of a pool, in one launch.
@@ -131,6 +147,9 @@ def quantize_pages(
         heads: int32 ``[n]``, the head of each page.
         format: a quantised format, which determines page size, widths and rotation.
         centre: float32 ``[m, D]``, subtracted from K before the rotation; page i uses row ``centres[i]``.
+        centres: int32 ``[n]``, with ``centre`` or ``direction``.
+        direction: int8 ``[m, D]``, from `reference.direction_of`: K of 2, 3 or 4 bits is rounded so that its error has
+            the least component along it, see `reference.aim`; page i uses row ``centres[i]``.
         backend: ``auto``, ``reference``, ``triton`` or ``cuda``.
 
     Raises ValueError or TypeError, naming the argument, and RuntimeError for a backend that cannot run.
@@ -145,7 +164,7 @@ def quantize_pages(
     """
     if backend not in BACKENDS:
         fail("backend", f"one of {BACKENDS}", repr(backend))
-    job = Job(k, v, pool, pages, source, heads, format, centre, centres)
+    job = Job(k, v, pool, pages, source, heads, format, centre, centres, direction)
     _check(job)
     if backend == "auto":
         backend = _best(k, v, pool)
@@ -181,15 +200,17 @@ def _best(k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor) -> str:
 
 
 def _reference(job: Job) -> None:
-    k, v, pool, pages, source, heads, format, centre, centres = job
+    k, v, pool, pages, source, heads, format, centre, centres, direction = job
     empty = (source < 0).unsqueeze(-1)
     row, head = source.clamp(min=0).long(), heads.long().unsqueeze(1)
     k_rows, v_rows = (x[row, head].float().masked_fill(empty, 0.0) for x in (k, v))
-    of_rows = None
+    of_rows = along = None
     if centre is not None and centres is not None:
         of_rows = centre[centres.long()].unsqueeze(1).masked_fill(empty, 0.0)
+    if direction is not None and centres is not None:
+        along = direction[centres.long()].unsqueeze(1)
     offsets = pages.long().unsqueeze(1) * UNIT + torch.arange(format.page_bytes, device=pool.device)
-    pool[offsets] = reference.quantize_page(k_rows, v_rows, format, of_rows)
+    pool[offsets] = reference.quantize_page(k_rows, v_rows, format, of_rows, along)
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,18 +219,16 @@ def _kernel(format: Format, dtype: torch.dtype, device: int) -> jit.Kernel:
 
 
 def centre_rows(centre: torch.Tensor) -> torch.Tensor:
-    """Centres as a contiguous tensor that is aligned for the kernel."""
+    """Centres or directions as a contiguous tensor that is aligned for the kernel."""
     rows = centre.contiguous()
     return rows if rows.data_ptr() % ROW_BYTES == 0 else rows.clone()
 
 
 def _cuda(job: Job) -> None:
-    k, v, pool, pages, source, heads, format, centre, centres = job
+    k, v, pool, pages, source, heads, format, centre, centres, direction = job
     size, device = k.element_size(), pool.get_device()
-    addresses = [0, 0]
-    if centre is not None and centres is not None:
-        centre = centre_rows(centre)
-        addresses = [centre.data_ptr(), centres.data_ptr()]
+    centre, direction = (None if x is None else centre_rows(x) for x in (centre, direction))
+    addresses = [0 if x is None else x.data_ptr() for x in (centre, centres, direction)]
     params = PARAMS.pack(
         *(x.data_ptr() for x in (k, v, pool, pages, source, source, heads)),
         *addresses,
@@ -219,5 +238,6 @@ def _cuda(job: Job) -> None:
     )
     with torch.cuda.device(device):
         jit.bind_context(device)
-        launch = prepare(_kernel(format, k.dtype, device), format, k.dtype, pages.shape[0], params)
+        kernel = _kernel(format, k.dtype, device)
+        launch = prepare(kernel, format, k.dtype, pages.shape[0], params, direction is not None)
         launch(jit.current_stream(device))

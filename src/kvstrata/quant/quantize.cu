@@ -31,8 +31,10 @@ struct Params {
   const void* source;    // Index [n, tokens of a page] row of k; negative: an empty slot. i64: address of the row, or codes
   const void* v_source;  // same for v
   const int* heads;      // [n]
-  const float* centre;   // [m, D], subtracted from K, in the model's space
-  const int* centres;    // [n] row of centre; null: the n-th page has none
+  const float* centre;   // [m, D], subtracted from K, in the model's space; null: none
+  const int* centres;    // [n] row of centre and of direction; null: there are neither
+  // int8 [m, D] of K, see `aim` in quant/reference.py; null: none
+  const signed char* direction;
   i64 k_head, v_head;  // strides in bytes
   int k_token, v_token;
   int n;
@@ -41,9 +43,10 @@ struct Params {
 
 // A tile of arbitrary rows: some to be cleaned and, if `coded`, some given as codes: `rows` are those of the tile. (Not a null
 // pointer for those without codes: see tests/test_machine_code.py.)
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
-__device__ __forceinline__ void quantize_any(const Source& source, const float* centre, bool coded, const i64* rows,
-                                             const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source, class Along>
+__device__ __forceinline__ void quantize_any(const Source& source, const float* centre, const Along& direction, bool coded,
+                                             const i64* rows, const Tier* tiers, unsigned char* to, int tile,
+                                             unsigned char* scales) {
   Tile<kSteps> f;
   int kept = -1;
   if (!kByAddress || !coded || __any_sync(~0u, is_plain(__ldg(rows + (threadIdx.x & 15))))) {
@@ -56,33 +59,38 @@ __device__ __forceinline__ void quantize_any(const Source& source, const float* 
     given.put_all(f, 1.f / rotation_factor<kSteps, kRotate>());
     kept = given.kept(kBits);
   }
-  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, 0, kept, to, tile, scales);
+  write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, 0, kept, to, tile, scales, AllTokens{}, direction);
 }
 
 // Separate from tiles of clean plain rows, which need the registers.
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
-__device__ __noinline__ void quantize_rarely(Source source, const float* centre, bool coded, const i64* rows, const Tier* tiers,
-                                             unsigned char* to, int tile, unsigned char* scales) {
-  quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source, class Along>
+__device__ __noinline__ void quantize_rarely(Source source, const float* centre, Along direction, bool coded, const i64* rows,
+                                             const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
+  quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, direction, coded, rows, tiers, to, tile,
+                                                                     scales);
 }
 
 // One side of a tile, from rows to codes and scales in the page.
-template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source>
-__device__ __forceinline__ void quantize_side(const Source& source, const float* centre, bool coded, const i64* rows,
-                                              const Tier* tiers, unsigned char* to, int tile, unsigned char* scales) {
+template <class In, int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, bool kByAddress, class Source, class Along>
+__device__ __forceinline__ void quantize_side(const Source& source, const float* centre, const Along& direction, bool coded,
+                                              const i64* rows, const Tier* tiers, unsigned char* to, int tile,
+                                              unsigned char* scales) {
   if constexpr (sizeof(In) == 2) {  // float32 has no fast path
     if (!kByAddress || !coded) {
       Operands<In, kSteps, kIsV, kRotate> operands;
       if (operands.load(source)) {
         Tile<kSteps> f;
         operands.transform(f, source, centre);
-        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, operands.own_exponent(), -1, to, tile, scales);
+        write_side<kSteps, kBits, kTiles, kIsV, kRotate>(f, operands.own_exponent(), -1, to, tile, scales, AllTokens{},
+                                                            direction);
         return;
       }
     }
-    quantize_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
+    quantize_rarely<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, direction, coded, rows, tiers, to,
+                                                                          tile, scales);
   } else {
-    quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, coded, rows, tiers, to, tile, scales);
+    quantize_any<In, kSteps, kBits, kTiles, kIsV, kRotate, kByAddress>(source, centre, direction, coded, rows, tiers, to, tile,
+                                                                       scales);
   }
 }
 
@@ -102,7 +110,8 @@ template <class In, int kKBits, int kVBits, int kSteps, int kTiles> struct Cut {
 // One side of the pages: its rows, and their destination.
 template <class In, int kDim, int kKBits, int kVBits, int kTokens, bool kRotate, class Index, bool kIsV>
 struct Side {
-  static constexpr bool kByAddress = sizeof(Index) == 8;
+  static constexpr bool kByAddress = sizeof(Index) == 8, kAims = has_direction(kIsV ? kVBits : kKBits, kIsV);
+  using Along = Direction<kAims>;
   static constexpr int kSteps = kDim / 16, kTiles = kTokens / 16;
   static constexpr int kKBytes = code_bytes(kKBits, kSteps * kTiles), kVBytes = code_bytes(kVBits, kSteps * kTiles);
   const Params& p;
@@ -124,20 +133,22 @@ struct Side {
 
   // `codes`: destination of the page's codes.
   template <class Source>
-  __device__ __forceinline__ void make(int n, const Source& source, const float* centre, bool coded, unsigned char* codes,
-                                       unsigned char* page) const {
+  __device__ __forceinline__ void make(int n, const Source& source, const float* centre, const Along& direction, bool coded,
+                                       unsigned char* codes, unsigned char* page) const {
     quantize_side<In, kSteps, kIsV ? kVBits : kKBits, kTiles, kIsV, kRotate, kByAddress>(
-        source, centre, coded, reinterpret_cast<const i64*>(rows(n)), p.tiers, codes + (kIsV ? kKBytes : 0), tile,
+        source, centre, direction, coded, reinterpret_cast<const i64*>(rows(n)), p.tiers, codes + (kIsV ? kKBytes : 0), tile,
         page + kKBytes + kVBytes);
   }
 
   // This warp's tile of one page; codes go to shared memory.
-  __device__ __forceinline__ void once(int n, unsigned char* codes, float* centre, unsigned char* page) const {
+  __device__ __forceinline__ void once(int n, unsigned char* codes, float* centre, uint4* weights, unsigned char* page) const {
     const int head = __ldg(p.heads + n);
     if constexpr (!kIsV) {
-      if (p.centres) rotate_centre<kSteps, kRotate>(centre, p.centre + static_cast<i64>(__ldg(p.centres + n)) * kDim);
+      if (p.centre) rotate_centre<kSteps, kRotate>(centre, p.centre + static_cast<i64>(__ldg(p.centres + n)) * kDim);
       else no_centre<kSteps>(centre);
     }
+    if constexpr (kAims)
+      if (p.direction) lay_direction<kSteps>(weights, p.direction + static_cast<i64>(__ldg(p.centres + n)) * kDim);
     bool coded = false;
     InMemory<In> source;
 #pragma unroll
@@ -147,7 +158,7 @@ struct Side {
       source.row[i] = row_address(row, head) + threadIdx.x % 4 * 4 * sizeof(In);
       coded |= is_coded(row);
     }
-    make(n, source, centre, kByAddress && __any_sync(~0u, coded), codes, page);
+    make(n, source, centre, Along{weights, p.direction != nullptr}, kByAddress && __any_sync(~0u, coded), codes, page);
   }
 
   // A tile of page after page: rows of two tiles and row indices of four are in shared memory. The next rows are requested
@@ -163,10 +174,12 @@ struct Side {
       cp_async_or_zero<4>(shared_address(&asked.head) + (lane - 17) * 4, more + n, true);
   }
 
-  // The centre is copied with the rows if it differs from that of the previous tile.
-  __device__ __forceinline__ void copy_centre(float* to, int row) const {
-    const float* from = p.centre + static_cast<i64>(row) * kDim;
-    for (int dim = (threadIdx.x & 31) * 4; dim < kDim; dim += 128)
+  // The centre and the direction are copied with the rows if they differ from those of the previous tile.
+  template <class T>
+  __device__ __forceinline__ void copy_row(T* to, const T* of_rows, int row) const {
+    constexpr int kPer = 16 / sizeof(T);
+    const T* from = of_rows + static_cast<i64>(row) * kDim;
+    for (int dim = (threadIdx.x & 31) * kPer; dim < kDim; dim += 32 * kPer)
       cp_async_or_zero<16>(shared_address(to + dim), from + dim, true);
   }
 
@@ -193,10 +206,12 @@ struct Side {
   __device__ __forceinline__ void all(unsigned char* stages, int n, int end, int step) const {
     if (n >= end) return;
     const int lane = threadIdx.x & 31;
-    const bool centred = !kIsV && p.centres;
+    const bool centred = !kIsV && p.centre, aimed = kAims && p.direction;
     Asked* asked = reinterpret_cast<Asked*>(stages + 2 * Stage::kBytes);
     float* centre = reinterpret_cast<float*>(asked + 4);
     float* centres = centre + 2 * kDim;  // as given, of two tiles
+    uint4* weights = reinterpret_cast<uint4*>(centres + 2 * kDim);
+    signed char* directions = reinterpret_cast<signed char*>(weights + 4 * kSteps);  // as given, of two tiles
     if (!kIsV && !centred) no_centre<kSteps>(centre);
     ask(asked[0], n);
     commit_group();
@@ -205,7 +220,8 @@ struct Side {
     if (n + step < end) ask(asked[1], n + step);
     commit_group();
     copy(shared_address(stages), asked[0]);
-    if (centred) copy_centre(centres, asked[0].centre);
+    if (centred) copy_row(centres, p.centre, asked[0].centre);
+    if (aimed) copy_row(directions, p.direction, asked[0].centre);
     commit_group();
 #pragma unroll 1
     for (int i = 0; n < end; n += step, i++) {
@@ -216,7 +232,10 @@ struct Side {
       const Asked &current = asked[i % 4], &next = asked[(i + 1) % 4], &last = asked[(i + 3) % 4];
       if (n + step < end) {
         copy(shared_address(stages + (i + 1) % 2 * Stage::kBytes), next);
-        if (centred && next.centre != current.centre) copy_centre(centres + (i + 1) % 2 * kDim, next.centre);
+        if ((centred || aimed) && next.centre != current.centre) {
+          if (centred) copy_row(centres + (i + 1) % 2 * kDim, p.centre, next.centre);
+          if (aimed) copy_row(directions + (i + 1) % 2 * kDim, p.direction, next.centre);
+        }
       }
       commit_group();
       wait_group<2>();  // the rows of this tile
@@ -225,9 +244,11 @@ struct Side {
       const Stage source{stages + i % 2 * Stage::kBytes, {first, second}};
       unsigned char* page = address(current.page);
       const bool coded = kByAddress && __any_sync(~0u, is_coded(current.row[lane & 15]));
-      if (centred && (i == 0 || current.centre != last.centre))
-        rotate_centre<kSteps, kRotate>(centre, centres + i % 2 * kDim);
-      make(n, source, centre, coded, page, page);
+      if ((centred || aimed) && (i == 0 || current.centre != last.centre)) {
+        if (centred) rotate_centre<kSteps, kRotate>(centre, centres + i % 2 * kDim);
+        if (aimed) lay_direction<kSteps>(weights, directions + i % 2 * kDim);
+      }
+      make(n, source, centre, Along{weights, aimed}, coded, page, page);
     }
   }
 };
@@ -244,12 +265,14 @@ __global__ void __launch_bounds__(Cut<In, kKBits, kVBits, kSteps, kTiles>::kThre
   if constexpr (Cut<In, kKBits, kVBits, kSteps, kTiles>::kStaged) {
     constexpr int kBytes = K::kKBytes + K::kVBytes;
     const int n = blockIdx.x, warp = threadIdx.x >> 5;
+    float* centres = reinterpret_cast<float*>(shared + kBytes);  // of the warps of K; then their directions
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
     unsigned char* page = K{p, warp}.address(__ldg(static_cast<const Index*>(p.pages) + n));
-    if (warp < kTiles) K{p, warp}.once(n, shared, reinterpret_cast<float*>(shared + kBytes) + 2 * warp * kDim, page);
-    else V{p, warp - kTiles}.once(n, shared, nullptr, page);
+    uint4* weights = reinterpret_cast<uint4*>(centres + 2 * kTiles * kDim);
+    if (warp < kTiles) K{p, warp}.once(n, shared, centres + 2 * warp * kDim, weights + 4 * warp * kSteps, page);
+    else V{p, warp - kTiles}.once(n, shared, nullptr, nullptr, page);
     __syncthreads();
     for (int i = threadIdx.x * 16; i < kBytes; i += kTiles * 64 * 16)
       *reinterpret_cast<uint4*>(page + i) = *reinterpret_cast<const uint4*>(shared + i);

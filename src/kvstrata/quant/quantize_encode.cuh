@@ -58,7 +58,8 @@ template <bool kIsV> struct TileTokens {
       return combine(out, __shfl_xor_sync(~0u, out, 1));
     }
   }
-  static __device__ __forceinline__ void spread(float own, float (&x)[kRows]) {
+  template <class T>
+  static __device__ __forceinline__ void spread(T own, T (&x)[kRows]) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < kRows; i++)
@@ -133,6 +134,12 @@ struct Fit {
   }
 };
 
+// Two values of a token in 1/256 steps, as signed halves. `factor`: 256 / step.
+__device__ __forceinline__ unsigned in_steps(float first, float second, float factor) {
+  return __byte_perm(__float_as_uint(__fmaf_rd(first, factor, kMagic)), __float_as_uint(__fmaf_rd(second, factor, kMagic)),
+                     0x5410);
+}
+
 // Transformed rows to codes, and the sums for the fit of scales. `step`: of the lane's own token.
 template <int kBits, int kSteps, bool kIsV, class F>
 __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<kBits, kSteps>& codes, F& fit) {
@@ -151,10 +158,7 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
       unsigned z[2], shifted[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float factor = inverse[G::row(a, half)];
-        const unsigned first = __float_as_uint(__fmaf_rd(f[s][a][half], factor, kMagic));
-        const unsigned second = __float_as_uint(__fmaf_rd(f[s][b][half], factor, kMagic));
-        z[half] = __byte_perm(first, second, 0x5410);
+        z[half] = in_steps(f[s][a][half], f[s][b][half], inverse[G::row(a, half)]);
         shifted[half] = kBits == 8 ? z[half] : add_and_clamp(z[half], half_of_all, 2 * kHalf - 1);
       }
       bytes[j] = __byte_perm(shifted[0], shifted[1], 0x7531) ^ (kBits == 8 ? 0x80808080u : 0);
@@ -162,6 +166,128 @@ __device__ __forceinline__ void encode(const Tile<kSteps>& f, float step, Codes<
     }
     if constexpr (kIsV) codes.set(s, __byte_perm(bytes[0], bytes[1], 0x6240), __byte_perm(bytes[0], bytes[1], 0x7351));
     else codes.set(s, bytes[0], bytes[1]);
+  }
+}
+
+// The direction of K (`aim` in quant/reference.py), if one is given, as lay_direction leaves it in shared memory.
+// Direction<false>: of sides that never have one, without any code for it.
+template <bool kCan>
+struct Direction {
+  static constexpr bool kAny = true;
+  const uint4* weights = nullptr;
+  bool given = false;
+};
+template <>
+struct Direction<false> {
+  static constexpr bool kAny = false;
+  __device__ __forceinline__ Direction(const uint4* = nullptr, bool = false) {}
+};
+
+__device__ __forceinline__ constexpr bool has_direction(int bits, bool is_v) { return !is_v && bits != 8; }
+
+// Weights for lanes of equal t, step by step: x and y are those of dims 2t, 2t + 8 and of 2t + 1, 2t + 9, as a sum of the first
+// and 65536 times the second; z has these four as bytes; w is the sum of all weights.
+template <int kSteps>
+__device__ __forceinline__ void lay_direction(uint4* to, const signed char* from) {
+  constexpr int kParts = (4 * kSteps + 31) / 32;
+  constexpr auto both = [](unsigned low, unsigned high) {
+    return static_cast<unsigned>(static_cast<signed char>(low) + static_cast<signed char>(high) * 65536);
+  };
+  const int lane = threadIdx.x & 31;
+  uint4 x[kParts];
+  int sum = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; part++) {
+    const int i = 32 * part + lane;
+    if (i >= 4 * kSteps) continue;
+    const signed char* pair = from + i / 4 * 16 + i % 4 * 2;
+    const unsigned first = *reinterpret_cast<const unsigned short*>(pair);
+    const unsigned second = *reinterpret_cast<const unsigned short*>(pair + 8);
+    x[part].x = both(first, second);
+    x[part].y = both(first >> 8, second >> 8);
+    x[part].z = __byte_perm(first, second, 0x5140);
+    sum = __dp4a(static_cast<int>(x[part].z), 0x01010101, sum);
+  }
+  sum = __reduce_add_sync(~0u, sum);
+#pragma unroll
+  for (int part = 0; part < kParts; part++) {
+    const int i = 32 * part + lane;
+    if (i >= 4 * kSteps) continue;
+    x[part].w = static_cast<unsigned>(sum);
+    to[i] = x[part];
+  }
+  __syncwarp();
+}
+
+// `encode` of K with a direction. Both halves of a register are shifted by one product: neither leaves 1 .. 32767. Rows whose
+// codes are kept stay as they are: their values are half a code from the next threshold, twice as far as any shift.
+template <int kBits, int kSteps, class F>
+__device__ __forceinline__ void encode_along(const Tile<kSteps>& f, float step, const uint4* weights,
+                                             Codes<kBits, kSteps>& codes, F& fit) {
+  using G = TileTokens<false>;
+  constexpr int kHalf = 128 << kBits;  // half of all levels, in 1/256 steps
+  constexpr int kPerGain = static_cast<int>(4096.f / gain_of<kBits, false>() + 0.5f);
+  constexpr auto sum_of = [](int a, int b) { return a + b; };
+  // Bytes with a code in the highest five bits; the sum of codes times weights is 1/8 of that of these.
+  constexpr auto high_bytes = [](unsigned x, unsigned y) { return __byte_perm(x, y, 0x7531) & 0xf8f8f8f8u; };
+  const uint4* own = weights + (threadIdx.x & 3);
+  unsigned z[kSteps][2][2], base[kSteps][2][2];
+  int along[2] = {}, sum[2] = {}, shift[2];
+  {
+    float inverse[2];
+    G::spread(256.f * reciprocal(step), inverse);
+    const unsigned low_end = (kHalf - 64) * 0x10001u + (__float_as_uint(step) >> 31);  // in a register, see `encode`
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const uint4 w = own[4 * s];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          z[s][j][half] = in_steps(f[s][j][half], f[s][j + 2][half], inverse[j]);
+          base[s][j][half] = add_and_clamp(z[s][j][half], low_end, 2 * kHalf - 128) * 8 + 512 * 0x10001u;
+        }
+        along[j] = __dp2a_lo(static_cast<int>(z[s][j][0]), static_cast<int>(w.z), along[j]);
+        along[j] = __dp2a_hi(static_cast<int>(z[s][j][1]), static_cast<int>(w.z), along[j]);
+        sum[j] = __dp4a(static_cast<int>(high_bytes(base[s][j][0], base[s][j][1])), static_cast<int>(w.z), sum[j]);
+      }
+    }
+  }
+  const int of_row = static_cast<int>(static_cast<i64>(G::reduce(along, sum_of)) * kPerGain >> 12);
+  const int wanted = of_row + (kHalf - 128) * static_cast<int>(own[0].w);
+  int rest = wanted - 32 * G::reduce(sum, sum_of), least = abs(rest), own_shift = 0, best = 0;
+#pragma unroll 1
+  for (int size = 8; size; size >>= 1) {
+    own_shift += rest > 0 ? size : -size;
+    G::spread(own_shift, shift);
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const uint4 w = own[4 * s];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const unsigned x = base[s][j][0] + w.x * shift[j], y = base[s][j][1] + w.y * shift[j];
+        sum[j] = __dp4a(static_cast<int>(high_bytes(x, y)), static_cast<int>(w.z), sum[j]);
+      }
+    }
+    rest = wanted - 32 * G::reduce(sum, sum_of);
+    if (abs(rest) < least) {
+      least = abs(rest);
+      best = own_shift;
+    }
+  }
+  G::spread(best, shift);
+#pragma unroll
+  for (int s = 0; s < kSteps; s++) {
+    const uint4 w = own[4 * s];
+    unsigned bytes[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const unsigned x = base[s][j][0] + w.x * shift[j], y = base[s][j][1] + w.y * shift[j];
+      bytes[j] = high_bytes(x, y) >> 3;
+      fit.add(s, j, z[s][j], bytes[j]);
+    }
+    codes.set(s, bytes[0], bytes[1]);
   }
 }
 
@@ -252,9 +378,10 @@ __device__ __forceinline__ void write_codes(const Codes<kBits, kSteps>& codes, u
 // Transformed rows to codes and scales in the page. `kept`: a scale of the lane's own token that is kept, and with it the codes
 // that the row came from (if it is zero and so is the row, they become the middle); negative if there is none. `exponent`: the
 // row of the lane's own token is 2^-exponent times as long.
-template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Tokens = AllTokens>
+template <int kSteps, int kBits, int kTiles, bool kIsV, bool kRotate, class Tokens = AllTokens, class Along = Direction<false>>
 __device__ __forceinline__ void write_side(const Tile<kSteps>& f, int exponent, int kept, unsigned char* to, int tile,
-                                           unsigned char* scales, const Tokens& tokens = Tokens{}) {
+                                           unsigned char* scales, const Tokens& tokens = Tokens{},
+                                           const Along& direction = Along{}) {
   using G = TileTokens<kIsV>;
   using Sums = Fit<kBits, kSteps, kIsV>;
   constexpr float kFactor = rotation_factor<kSteps, kRotate>(), kGain = kFactor * gain_of<kBits, kIsV>() * (Sums::kLevel / 256);
@@ -264,7 +391,12 @@ __device__ __forceinline__ void write_side(const Tile<kSteps>& f, int exponent, 
   if (kept >= 0) step = fmaxf(to_float(f16{static_cast<unsigned short>(kept)}), kSmallestStep) / kFactor;
   Codes<kBits, kSteps> codes;
   Sums fit;
-  encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+  if constexpr (Along::kAny) {
+    if (direction.given) encode_along<kBits, kSteps>(f, step, direction.weights, codes, fit);
+    else encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+  } else {
+    encode<kBits, kSteps, kIsV>(f, step, codes, fit);
+  }
   unsigned short scale = scale_of(__fmul_rn(fit.ratio(), __fmul_rn(step, kGain)) * power_of_two(exponent));
   if (kept >= 0) scale = static_cast<unsigned short>(kept);
   bool writes = G::writes();

@@ -10,6 +10,7 @@ even:
                at least 2^-24 sqrt(block)
     encode     z = floor(y * inv * 256), inv = 1 / step, the product not rounded;
                code = clamp(z >> 8, -2^(b-1), 2^(b-1) - 1) + 2^(b-1)
+    aim        K of 2, 3, 4 bit with a direction: other codes for values near a threshold, all in integers
     refit      scale = sum(z * c) / sum(c * c) * (step / 256 * block^-0.5 * gain), c = code - (2^b - 1) / 2; in pages
                gain is K_GAIN[bits] or V_GAIN[bits]; clamped to 0 .. 65504, rounded to fp16
     decode     c * scale, which float32 holds exactly
@@ -35,6 +36,8 @@ from kvstrata.layout.format import Format
 BACKENDS = ("auto", "reference")
 LARGEST = 65504.0  # largest fp16: rows are clamped to it, scales saturate at it
 SMALLEST_STEP = 2.0**-24  # the smallest fp16 above zero: 1 / step stays finite, and a row of zeros needs no branch
+DIRECTION_MOST = 31  # largest weight of a direction
+AIM_STEPS = (8, 4, 2, 1)  # of the search of `aim`
 LEAST_POWER = 2.0**-30  # of a row, for its grid: no number that is computed becomes subnormal
 # The step with the least squared error for a unit Gaussian and 2^bits mid-rise levels.
 GAUSSIAN_STEP = {2: 0.9957, 3: 0.586, 4: 0.3352, 8: 0.0308}
@@ -124,6 +127,53 @@ def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> tuple[torch.Tensor
     return ((z / 256).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8), z
 
 
+def direction_of(query: torch.Tensor, rotate: bool) -> torch.Tensor:
+    """Direction of mean queries ``[..., D]``, in the space of transformed rows: int8 ``[..., D]``, at most 31.
+
+    Zero where the query is zero or not finite.
+    """
+    dim = query.shape[-1]
+    turned = rotation.butterflies(query.detach().float(), 1, rotation.block_of(dim) if rotate else 1)
+    longest = turned.abs().amax(-1, keepdim=True)
+    weights = (turned * (DIRECTION_MOST / longest.clamp(min=torch.finfo(torch.float32).tiny))).round()
+    is_number = turned.isfinite().all(-1, keepdim=True) & (longest > 0)
+    return torch.where(is_number, weights, 0.0).clamp(-DIRECTION_MOST, DIRECTION_MOST).to(torch.int8)
+
+
+def aim(z: torch.Tensor, direction: torch.Tensor, bits: int, gain: float) -> torch.Tensor:
+    """Codes uint8 ``[..., D]`` whose error has the least component along a direction, for ``z`` of `encode`.
+
+    Values are shifted by t times the weight of their dim before they are rounded, which changes the codes of those near
+    a threshold. The component falls with t: a binary search over -15 .. 15 finds the codes with the smallest one.
+    ``gain`` is that of the scale, which lengthens the decoded row.
+
+    Args:
+        direction: int8, from `direction_of`; broadcasts against ``z``. Zeros leave the codes as they are.
+    """
+    half = 2 ** (fragments.check_bits(bits) - 1)
+    w = direction.long()
+    # Far enough from the ends that a shift, less than 512, never leaves the range: 2,048 are one code.
+    base = 8 * z.long().clamp(64 - 256 * half, 256 * half - 64) + 2048 * half
+    per_gain = aim_factor(gain)
+    along = (z.long() * w).sum(-1, keepdim=True)
+    wanted = ((along * per_gain) >> 12) + (256 * half - 128) * w.sum(-1, keepdim=True)
+    shift = torch.zeros_like(wanted)
+    codes = best = base >> 11
+    rest = least = wanted - 256 * (w * codes).sum(-1, keepdim=True)
+    for size in AIM_STEPS:
+        shift = shift + torch.where(rest > 0, size, -size)
+        codes = (base + shift * w) >> 11
+        rest = wanted - 256 * (w * codes).sum(-1, keepdim=True)
+        better = rest.abs() < least.abs()
+        best, least = torch.where(better, codes, best), torch.where(better, rest, least)
+    return best.to(torch.uint8)
+
+
+def aim_factor(gain: float) -> int:
+    """4,096 / gain, by which `aim` multiplies a row's component along a direction."""
+    return round(4096 / gain)
+
+
 def levels(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes as float32 multiples of the scale: -(2^b - 1) / 2 .. (2^b - 1) / 2 in steps of one, never 0."""
     return codes.float() - (2**bits - 1) / 2
@@ -145,27 +195,42 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     return levels(codes, bits) * scale.float().unsqueeze(-1)
 
 
-def quantize_rows(x: torch.Tensor, bits: int, gain: float, length: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 ``[..., D]`` and fp16 scales ``[...]`` of transformed rows."""
+def quantize_rows(
+    x: torch.Tensor, bits: int, gain: float, length: float, direction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 ``[..., D]`` and fp16 scales ``[...]`` of transformed rows; ``direction`` as in `aim`."""
     step = step_of(x, bits, length)
     codes, z = encode(x, step, bits)
+    if direction is not None and bits != 8:
+        codes = aim(z, direction, bits, gain)
     return codes, refit(z, step, codes, bits, gain, length)
 
 
 def quantize_plain(
-    x: torch.Tensor, centre: torch.Tensor | None, bits: int, rotate: bool, gain: float
+    x: torch.Tensor,
+    centre: torch.Tensor | None,
+    bits: int,
+    rotate: bool,
+    gain: float,
+    direction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of the model's rows; ``centre`` broadcasts against ``x``."""
-    return quantize_rows(transform(clean(x), centre, rotate), bits, gain, length(x.shape[-1], rotate))
+    """Codes and scales of the model's rows; ``centre`` and ``direction`` broadcast against ``x``."""
+    return quantize_rows(transform(clean(x), centre, rotate), bits, gain, length(x.shape[-1], rotate), direction)
 
 
 def quantize_coded(
-    codes: torch.Tensor, scale: torch.Tensor, was: int, bits: int, rotate: bool, gain: float
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    was: int,
+    bits: int,
+    rotate: bool,
+    gain: float,
+    direction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales with ``bits`` of rows that are given as codes of ``was`` bits."""
     shrink = length(codes.shape[-1], rotate)
     longer = scale.float() * _float32(1 / shrink)
-    return quantize_rows(levels(codes, was) * longer.unsqueeze(-1), bits, gain, shrink)
+    return quantize_rows(levels(codes, was) * longer.unsqueeze(-1), bits, gain, shrink, direction)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -176,11 +241,18 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
-def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torch.Tensor | None = None) -> torch.Tensor:
+def quantize_page(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    format: Format,
+    centre: torch.Tensor | None = None,
+    direction: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The model's rows, ``k, v [..., P, D]``, to pages uint8 ``[..., page_bytes]``.
 
     ``centre`` broadcasts against ``k`` (``[D]`` for one head) and is only for a format with ``centre``; None is zero
-    there. A page that is not full takes arbitrary rows for the rest. Plain formats copy the rows' bits.
+    there. ``direction`` of K, see `aim`, broadcasts too. A page that is not full takes arbitrary rows for the rest.
+    Plain formats copy the rows' bits.
     """
     shape = (format.page_tokens, format.head_dim)
     for name, x in (("k", k), ("v", v)):
@@ -197,7 +269,8 @@ def quantize_page(k: torch.Tensor, v: torch.Tensor, format: Format, centre: torc
             if x.dtype.itemsize * 8 != format.k_bits:
                 raise TypeError(f"{name}: expected a {format.k_bits}-bit type for {format.name}, got {x.dtype}")
         return torch.cat([x.detach().contiguous().view(torch.uint8).flatten(-2) for x in (k, v)], -1)
-    k_codes, k_scale = quantize_plain(k, centre, format.k_bits, format.rotate, K_GAIN[format.k_bits])
+    k_gain = K_GAIN[format.k_bits]
+    k_codes, k_scale = quantize_plain(k, centre, format.k_bits, format.rotate, k_gain, direction)
     v_codes, v_scale = quantize_plain(v, None, format.v_bits, format.rotate, V_GAIN[format.v_bits])
     parts = [
         fragments.pack(k_codes, format.k_bits, "k"),

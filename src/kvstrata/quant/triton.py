@@ -66,13 +66,32 @@ def row_sum(x, ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def aim(z, weights, half, per_gain):
+    """Codes of `reference.aim` int32 ``[ROWS, WIDE]``; ``weights`` int32 ``[ROWS or 1, WIDE]``, half of all levels."""
+    most = 256 * half - 64
+    base = 8 * tl.minimum(tl.maximum(z, -most), most) + 2048 * half
+    along = tl.sum(z * weights, axis=1).to(tl.int64) * per_gain
+    wanted = (along >> 12).to(tl.int32) + (256 * half - 128) * tl.sum(weights, axis=1)
+    rest = wanted - 256 * tl.sum((base >> 11) * weights, axis=1)
+    least, shift, best = tl.abs(rest), rest * 0, rest * 0
+    for i in tl.static_range(4):  # AIM_STEPS
+        shift += tl.where(rest > 0, 8 >> i, -(8 >> i))
+        rest = wanted - 256 * tl.sum(((base + shift[:, None] * weights) >> 11) * weights, axis=1)
+        best = tl.where(tl.abs(rest) < least, shift, best)
+        least = tl.minimum(tl.abs(rest), least)
+    return (base + best[:, None] * weights) >> 11
+
+
+@triton.jit
 def quantize_rows(
-    x, bits, gaussian_step, factor, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, bits, gaussian_step, factor, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    weights=0, per_gain=0, AIMED: tl.constexpr = False,
+):  # fmt: skip
     """Codes int32 ``[ROWS, WIDE]`` and fp16 scales ``[ROWS]`` of transformed rows that are zero past DIM.
 
     ``bits`` and ``gaussian_step``, that of this width, are constants or known at run time only; so is ``factor``, from
-    `factor_of`. BLOCK is that of `transform`.
+    `factor_of`. BLOCK is that of `transform`. If AIMED, ``weights`` are a direction int32 ``[ROWS or 1, WIDE]``, zero
+    past DIM and for 8 bits, and ``per_gain`` is from `reference.aim_factor`.
     """
     if bits == 8:
         step = tl.max(tl.abs(x), axis=1) * (2.0 / 255.0)
@@ -83,7 +102,10 @@ def quantize_rows(
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), step) * 256.0
     z = tl.floor(x.to(tl.float64) * inverse.to(tl.float64)[:, None]).to(tl.int32)  # the product is exact
     half = 1 << (bits - 1)
-    code = tl.minimum(tl.maximum(z >> 8, -half), half - 1)
+    if AIMED:
+        code = aim(z, weights, half, per_gain) - half
+    else:
+        code = tl.minimum(tl.maximum(z >> 8, -half), half - 1)
     level = tl.where(tl.arange(0, WIDE)[None, :] < DIM, 2 * code + 1, 0)  # in halves of a step
     ratio = tl.div_rn(tl.sum(z * level, axis=1).to(tl.float32), tl.sum(level * level, axis=1).to(tl.float32))
     scale = tl.minimum(tl.maximum(ratio * (step * factor), 0.0), LARGEST).to(tl.float16)
@@ -97,25 +119,29 @@ def factor_of(gain: float, dim: int, rotate: bool) -> float:
 
 @triton.jit
 def _quantize_side(
-    x_ptr, centre_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, source_ptr, stride_token,
+    x_ptr, centre_ptr, direction_ptr, table_ptr, high_table_ptr, scratch_ptr, code_ptr, scale_ptr, source_ptr,
+    stride_token,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
-    GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, CODE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
-    SIDE: tl.constexpr,
+    GAIN: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, AIM: tl.constexpr, CODE_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, WIDE)[None, :]
     mask_d = offs_d < DIM
     ROTATED: tl.constexpr = (DIM & -DIM) if ROTATE else 1
-    ROWS: tl.constexpr = min(TOKENS, 4096 // WIDE)  # at a time, for the registers
+    ROWS: tl.constexpr = min(TOKENS, (2048 if AIM > 0 else 4096) // WIDE)  # at a time, for the registers
     centre = tl.zeros((1, WIDE), tl.float32)
     if CENTRED:
         centre = tl.load(centre_ptr + offs_d, mask=mask_d, other=0.0)
+    weights = tl.zeros((1, WIDE), tl.int32)
+    if AIM > 0:
+        weights = tl.load(direction_ptr + offs_d, mask=mask_d, other=0).to(tl.int32)
     for first in range(0, TOKENS, ROWS):
         offs_p = first + tl.arange(0, ROWS)
         row = tl.load(source_ptr + offs_p)[:, None]
         x = x_ptr + tl.maximum(row, 0).to(tl.int64) * stride_token + offs_d
         x = clean(tl.load(x, mask=(row >= 0) & mask_d, other=0.0).to(tl.float32))
         x = tl.where(row >= 0, transform(x, centre, ROWS, WIDE, ROTATED, CENTRED), 0.0)  # zero in empty slots
-        codes, scale = quantize_rows(x, BITS, STEP, GAIN, ROWS, DIM, WIDE, ROTATED)
+        codes, scale = quantize_rows(x, BITS, STEP, GAIN, ROWS, DIM, WIDE, ROTATED, weights, AIM, AIM > 0)
         tl.store(scale_ptr + scale_index(offs_p, SIDE), scale)
         tl.store(scratch_ptr + offs_p[:, None] * DIM + offs_d, codes.to(tl.uint8), mask=mask_d)
     tl.debug_barrier()
@@ -138,13 +164,14 @@ def _quantize_side(
 
 @triton.jit
 def quantize_kernel(
-    k_ptr, v_ptr, pool_ptr, pages_ptr, source_ptr, heads_ptr, centre_ptr, centres_ptr,
+    k_ptr, v_ptr, pool_ptr, pages_ptr, source_ptr, heads_ptr, centre_ptr, direction_ptr, centres_ptr,
     k_table_ptr, k_high_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
     DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GAIN: tl.constexpr, V_GAIN: tl.constexpr, K_BYTES: tl.constexpr,
-    V_BYTES: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    V_BYTES: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, AIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """AIM is `reference.aim_factor` for K, or 0 without a direction."""
     page = tl.program_id(0)
     source_ptr += page * TOKENS
     head = tl.load(heads_ptr + page).to(tl.int64)
@@ -154,15 +181,18 @@ def quantize_kernel(
     if tl.program_id(1) == 0:
         if CENTRED:
             centre_ptr += tl.load(centres_ptr + page).to(tl.int64) * DIM
+        if AIM > 0:
+            direction_ptr += tl.load(centres_ptr + page).to(tl.int64) * DIM
         _quantize_side(
-            k_ptr + head * k_stride_head, centre_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr, scale_ptr,
-            source_ptr, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, K_BYTES, BLOCK, 0,
+            k_ptr + head * k_stride_head, centre_ptr, direction_ptr, k_table_ptr, k_high_ptr, scratch_ptr, page_ptr,
+            scale_ptr, source_ptr, k_stride_token, DIM, WIDE, TOKENS, K_BITS, K_STEP, K_GAIN, ROTATE, CENTRED, AIM,
+            K_BYTES, BLOCK, 0,
         )  # fmt: skip
     else:
         _quantize_side(
-            v_ptr + head * v_stride_head, centre_ptr, v_table_ptr, v_high_ptr, scratch_ptr, page_ptr + K_BYTES,
-            scale_ptr, source_ptr, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN, ROTATE, False, V_BYTES,
-            BLOCK, 1,
+            v_ptr + head * v_stride_head, centre_ptr, direction_ptr, v_table_ptr, v_high_ptr, scratch_ptr,
+            page_ptr + K_BYTES, scale_ptr, source_ptr, v_stride_token, DIM, WIDE, TOKENS, V_BITS, V_STEP, V_GAIN,
+            ROTATE, False, 0, V_BYTES, BLOCK, 1,
         )  # fmt: skip
 
 
@@ -174,19 +204,20 @@ def _tables(bits: int, format: Format, side: fragments.Side, device: torch.devic
 
 def quantize_pages(job: Job) -> None:
     """Launch for checked arguments; two programs per page."""
-    k, v, pool, pages, source, heads, format, centre, centres = job
+    k, v, pool, pages, source, heads, format, centre, centres, direction = job
     dim, tokens, device = format.head_dim, format.page_tokens, pool.device
     scratch = torch.empty(pages.shape[0] * 2 * tokens * dim, dtype=torch.uint8, device=device)
     k_gain, v_gain = K_GAIN[format.k_bits], V_GAIN[format.v_bits]
+    aims = direction is not None and format.k_bits != 8
     with torch.cuda.device_of(pool):
         quantize_kernel[(pages.shape[0], 2)](
             k, v, pool, pages, source, heads, k if centre is None else centre.contiguous(),
-            heads if centres is None else centres,
+            k if direction is None else direction.contiguous(), heads if centres is None else centres,
             *_tables(format.k_bits, format, "k", device), *_tables(format.v_bits, format, "v", device), scratch,
             *k.stride()[:2], *v.stride()[:2],
             DIM=dim, WIDE=triton.next_power_of_2(dim), TOKENS=tokens, K_BITS=format.k_bits, V_BITS=format.v_bits,
             K_STEP=GAUSSIAN_STEP[format.k_bits], V_STEP=GAUSSIAN_STEP[format.v_bits],
             K_GAIN=factor_of(k_gain, dim, format.rotate), V_GAIN=factor_of(v_gain, dim, format.rotate),
             K_BYTES=format.k_bytes, V_BYTES=format.v_bytes, ROTATE=format.rotate, CENTRED=centre is not None,
-            BLOCK=1024, num_warps=4, enable_fp_fusion=False,
+            AIM=reference.aim_factor(k_gain) if aims else 0, BLOCK=1024, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

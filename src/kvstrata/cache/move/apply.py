@@ -75,9 +75,10 @@ def move(
     target: torch.Tensor,
     fresh: NewRows | None,
     centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> None:
     """Move every token to its target tier, or evict it (`DROP`), when the transaction completes; see `prepare`."""
-    prepared = prepare(buckets, change, layers, requests, tokens, target, fresh, centre)
+    prepared = prepare(buckets, change, layers, requests, tokens, target, fresh, centre, direction)
     if prepared is not None:
         change.launch(prepared.run)
 
@@ -91,18 +92,20 @@ def prepare(
     target: torch.Tensor,
     fresh: NewRows | None,
     centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> Prepared | CountedMoves | None:
     """Plan the moves, allocate pages, update tables and counts; None if nothing moves.
 
     ``layers``: one for all requests, or one for each; then a head cache is (index of the pair) * kv_heads + head.
     ``tokens`` are all tokens of the head caches, those of a bucket contiguous and by slot. ``fresh`` are the plain rows
-    of new tokens; ``centre [head_caches, D]`` is subtracted from plain K that becomes codes.
+    of new tokens; ``centre [head_caches, D]`` is subtracted from plain K that becomes codes; ``direction``, int8 of the
+    same shape, is that of the error of K (`quant.reference.aim`).
     """
     request_ids = np.array(requests, np.int64)
     layer_ids = np.broadcast_to(np.array(layers, np.int64), request_ids.shape)
     backend = backends.resolve(buckets.backend, buckets.device)
     if backend == "cuda":
-        return _prepare_phases(buckets, change, layer_ids, request_ids, tokens, target, fresh, centre)
+        return _prepare_phases(buckets, change, layer_ids, request_ids, tokens, target, fresh, centre, direction)
     before = buckets.host_count[request_ids, layer_ids].reshape(-1).astype(np.int64)
     numbers = moves.change(tokens, target, buckets.pool.to_device(before), len(buckets.page_formats))
     left, came, holes = numbers.to_host()
@@ -114,7 +117,7 @@ def prepare(
     table = buckets.exchange_pages(change, request_ids, layer_ids, left, came, holes)
     packed[:, 3] = buckets.handles_at(offsets, plan.bucket, plan.slot, table)
     k, v = (None, None) if fresh is None else (fresh.k, fresh.v)
-    job = RepackJob(buckets.pool, buckets.page_formats, packed, k, v, centre)
+    job = RepackJob(buckets.pool, buckets.page_formats, packed, k, v, centre, direction)
     return Prepared(job, repack_op.prepare(job, backend))
 
 
@@ -127,12 +130,13 @@ def _prepare_phases(
     target: torch.Tensor,
     fresh: NewRows | None,
     centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> CountedMoves | None:
     """`prepare` in CUDA C++: lists by phase instead of chains."""
     places = requests * buckets.page_table.shape[1] + layers
     lease, rows = buckets.arena.lease(), aligned_rows(fresh)
     counted = moves_cuda.Moves(buckets, places, target.to(torch.int8), lease, tokens, rows=rows)
-    return prepare_counted(buckets, change, layers, requests, counted, counted.to_host(), centre)
+    return prepare_counted(buckets, change, layers, requests, counted, counted.to_host(), centre, direction)
 
 
 def aligned_rows(fresh: NewRows | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -148,6 +152,7 @@ def prepare_counted(
     counted: moves_cuda.Moves,
     numbers: np.ndarray,
     centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> CountedMoves | None:
     """Pages and launches for counted moves; None if there are none. ``numbers``: from `Moves.to_host`."""
     if not numbers[:2].any():
@@ -158,16 +163,17 @@ def prepare_counted(
     if not buckets.by_cuda:
         buckets.pool.clear(exchanged.added[0], 0)
     centre = centre_rows(centre)
+    direction = None if direction is None else centre_rows(direction)
     lists: list[moves_cuda.Lists] = []
 
     def build() -> Iterator[jit.Launch]:
         filled, before, after = counted.place(numbers, exchanged)
         lists.append(filled)
         yield from before
-        yield from cuda_phases.phases(buckets, filled, counted.rows, centre)
+        yield from cuda_phases.phases(buckets, filled, counted.rows, centre, direction)
         yield from after
 
-    launches = prepare_launches(centre.get_device(), build, (counted, centre, lists))
+    launches = prepare_launches(centre.get_device(), build, (counted, centre, direction, lists))
     return CountedMoves(launches, counted, exchanged, lists[0])
 
 

@@ -57,14 +57,15 @@ def phases(
     lists: Lists,
     rows: tuple[torch.Tensor | None, torch.Tensor | None],
     centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> Iterator[jit.Launch]:
     """Launches for moves whose pages are allocated. ``rows``: k and v of new tokens, ``[n, D]``.
 
-    ``centre``: aligned rows, see `centre_rows`. The device's context must be current.
+    ``centre``, ``direction``: aligned rows of head caches, see `centre_rows`. The device's context must be current.
     """
     pool, page_formats, tiers = buckets.pool, buckets.page_formats, len(buckets.page_formats)
     page_tokens, device = buckets.page_tokens, centre.get_device()
-    job = Job(pool, page_formats, lists.packed, *rows, centre)
+    job = Job(pool, page_formats, lists.packed, *rows, centre, direction)
 
     def own(n: int, tier: int = 0, first: int = 0, sides: bool = False) -> jit.Launch:
         """A launch of phases.cu for ``n`` tokens or slots."""
@@ -84,7 +85,7 @@ def phases(
         if fillers_end > filler:
             yield own(fillers_end - filler, tier, filler)
         if end > first:
-            yield whole_pages.launch(page_formats, tier, lists, first, end - first, centre)
+            yield whole_pages.launch(page_formats, tier, lists, first, end - first, centre, direction)
         if arrivals_end > arrival:
             launch = repack_cuda.launch(job, arrival, arrivals_end - arrival)
             lists.of_rows.append(launch.params)

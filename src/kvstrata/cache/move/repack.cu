@@ -22,9 +22,12 @@ struct Params {
   const char* k;        // new rows
   const char* v;
   const float* centre;  // [m, D]
+  // int8 [m, D] of K, see `aim` in quant/reference.py; null: none
+  const signed char* direction;
   i64 k_row, v_row;     // strides in bytes
   int n, units;
   float step[9], k_gain[9], v_gain[9];  // by width: the step for a unit Gaussian, the gains of scales
+  int per_k_gain[9];                    // 4096 / k_gain
   Tier tiers[kMaxTiers];
 };
 
@@ -170,9 +173,59 @@ __device__ __forceinline__ float square_sum(const Row<kDim, kIsV>& row) {
   else return add_lanes(add_lanes(__fadd_rn(part[0][0], part[0][1]), 2), 1);
 }
 
-// Values to codes; returns the bits of the fp16 scale. `length`: makes rows as long as before the rotation.
+// A value in 1/256 steps; `inverse` is 256 / step.
+__device__ __forceinline__ int in_steps(float x, float inverse) {
+  return __float_as_int(__fmaf_rd(x, inverse, kMagic)) - kMagicBits;
+}
+
+// Codes of K with a direction, `aim` in quant/reference.py. `half`: of the number of codes.
+template <int kDim>
+__device__ __forceinline__ void aim(Row<kDim, false>& row, float inverse, const signed char* direction, int half,
+                                    int per_gain) {
+  using R = Row<kDim, false>;
+  int base[R::kPer][R::kValues], weight[R::kPer][R::kValues], along = 0, weights = 0;
+#pragma unroll
+  for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+    for (int e = 0; e < R::kValues; e++) {
+      const int z = in_steps(row.x[i][e], inverse), w = R::active(i) ? direction[R::dim(i, e)] : 0;
+      base[i][e] = 8 * max(64 - 256 * half, min(z, 256 * half - 64)) + 2048 * half;
+      weight[i][e] = w;
+      along += z * w;
+      weights += w;
+    }
+  const i64 of_row = static_cast<i64>(__reduce_add_sync(~0u, along)) * per_gain >> 12;
+  const int wanted = static_cast<int>(of_row) + (256 * half - 128) * __reduce_add_sync(~0u, weights);
+  const auto rest_of = [&](int shift) {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+      for (int e = 0; e < R::kValues; e++) sum += weight[i][e] * (base[i][e] + shift * weight[i][e] >> 11);
+    return wanted - 256 * __reduce_add_sync(~0u, sum);
+  };
+  int rest = rest_of(0), least = abs(rest), shift = 0, best = 0;
+#pragma unroll 1
+  for (int size = 8; size; size >>= 1) {
+    shift += rest > 0 ? size : -size;
+    rest = rest_of(shift);
+    if (abs(rest) < least) {
+      least = abs(rest);
+      best = shift;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < R::kPer; i++)
+#pragma unroll
+    for (int e = 0; e < R::kValues; e++)
+      row.code[i][e] = static_cast<unsigned char>(base[i][e] + best * weight[i][e] >> 11);
+}
+
+// Values to codes; returns the bits of the fp16 scale. `length`: makes rows as long as before the rotation. `direction`: of K
+// with 2, 3 or 4 bits, or null.
 template <int kDim, bool kIsV>
-__device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits, float gaussian, float gain, float length) {
+__device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits, float gaussian, float gain, float length,
+                                                 const signed char* direction, int per_gain) {
   using R = Row<kDim, kIsV>;
   float step;
   if (bits == 8) {
@@ -188,15 +241,18 @@ __device__ __forceinline__ unsigned short encode(Row<kDim, kIsV>& row, int bits,
   step = fmaxf(step, __fdiv_rn(kSmallestStep, length));
   const float inverse = 256.f * __frcp_rn(step);
   const int half = 1 << (bits - 1);
+  const bool aims = !kIsV && direction;
+  if constexpr (!kIsV)
+    if (aims) aim<kDim>(row, inverse, direction, half, per_gain);
   int dot = 0, square = 0;
 #pragma unroll
   for (int i = 0; i < R::kPer; i++) {
     if (!R::active(i)) continue;
 #pragma unroll
     for (int e = 0; e < R::kValues; e++) {
-      const int z = __float_as_int(__fmaf_rd(row.x[i][e], inverse, kMagic)) - kMagicBits;
-      const int floor = max(-half, min(z >> 8, half - 1)), level = 2 * floor + 1;
-      row.code[i][e] = static_cast<unsigned char>(floor + half);
+      const int z = in_steps(row.x[i][e], inverse);
+      if (!aims) row.code[i][e] = static_cast<unsigned char>(max(-half, min(z >> 8, half - 1)) + half);
+      const int level = 2 * (row.code[i][e] - half) + 1;
       dot += z * level;
       square += level * level;
     }
@@ -251,7 +307,11 @@ __device__ __forceinline__ void move_side(const Params& p, int move) {
     const float* centre = p.centre + static_cast<i64>(to.z) * kDim;
     transform_row<In, kDim, kIsV, kRotate, kCentre && !kIsV>(row, reinterpret_cast<const In*>(plain), centre);
   }
-  if (!keeps_codes) scale = encode<kDim, kIsV>(row, bits, p.step[bits], kIsV ? p.v_gain[bits] : p.k_gain[bits], kLength);
+  if (!keeps_codes) {
+    const signed char* direction = kIsV || !p.direction || bits == 8 ? nullptr : p.direction + static_cast<i64>(to.z) * kDim;
+    const float gain = kIsV ? p.v_gain[bits] : p.k_gain[bits];
+    scale = encode<kDim, kIsV>(row, bits, p.step[bits], gain, kLength, direction, p.per_k_gain[bits]);
+  }
   write_codes<kDim, kTokens, kIsV>(row, page + (kIsV ? now.v_offset : 0), slot, bits);
   if (lane == 0) reinterpret_cast<unsigned short*>(page + now.scale_offset)[scale_index(slot, kIsV)] = scale;
 }

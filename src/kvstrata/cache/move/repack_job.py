@@ -20,3 +20,4 @@ class Job(NamedTuple):
     k: torch.Tensor | None  # new rows [rows, D] in the dtype of plain pages, inner stride 1
     v: torch.Tensor | None
     centre: torch.Tensor  # float32 [m, D], subtracted from plain K that is quantised
+    direction: torch.Tensor | None = None  # int8 [m, D] of K, see `quant.reference.aim`

@@ -39,7 +39,8 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
         notes = position.long(), importance.view(torch.float32)
         if now <= 0:
             return Rows(job.k.index_select(0, slot), job.v.index_select(0, slot), None, None, *notes)
-        (k, k_scale), (v, v_scale) = job.page_formats[now].encode_new(NewRows(job.k, job.v), slot, job.centre, centre)
+        given = NewRows(job.k, job.v), slot, job.centre, centre, job.direction
+        (k, k_scale), (v, v_scale) = job.page_formats[now].encode_new(*given)
         return Rows(k, v, k_scale, v_scale, *notes)
     handles, place = _distinct(source.cpu().numpy())
     pages = job.pool.read(handles, 0, kind.stride)
@@ -47,7 +48,9 @@ def _rows(job: Job, moves: torch.Tensor, was: int, now: int) -> Rows:
     rows = replace(rows, position=position.long(), importance=importance.view(torch.float32))
     if now <= 0 or now == was:
         return rows
-    return job.page_formats[now].encode(rows, kind, job.centre.index_select(0, centre) if was == 0 else None)
+    own_centre = job.centre.index_select(0, centre) if was == 0 else None
+    direction = None if job.direction is None else job.direction.index_select(0, centre)
+    return job.page_formats[now].encode(rows, kind, own_centre, direction)
 
 
 def put(job: Job, taken: Taken) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from kvstrata.layout import fragments
 from kvstrata.layout.format import Format
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_triton import page_address, scale_index
-from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN
+from kvstrata.quant.reference import GAUSSIAN_STEP, K_GAIN, V_GAIN, aim_factor
 from kvstrata.quant.triton import clean, factor_of, quantize_rows, transform
 
 from .repack_job import Job
@@ -50,10 +50,10 @@ def _put(page, places_ptr, index, width, new, mask):
 
 @triton.jit
 def _follow(
-    move, packed_ptr, pointers_ptr, fresh_ptr, fresh_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
+    move, packed_ptr, pointers_ptr, fresh_ptr, fresh_row, centre_ptr, direction_ptr, places_ptr, formats_ptr, steps_ptr,
+    side_ptr, units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
-    CENTRED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
+    CENTRED: tl.constexpr, AIMED: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Process one side of a chain, starting with its first move."""
     offs, one = tl.arange(0, WIDE)[None, :], tl.arange(0, 1)
@@ -101,7 +101,14 @@ def _follow(
                 x = transform(clean(x), centre, 1, WIDE, ROTATED, CENTRED)
             if was != bits:
                 step, factor = tl.load(steps_ptr + bits), tl.load(steps_ptr + 9 * (1 + SIDE) + bits)
-                codes, scale = quantize_rows(x, bits, step, factor, 1, DIM, WIDE, ROTATED)
+                weights, per_gain = tl.zeros((1, WIDE), tl.int32), 0
+                if AIMED:
+                    row = tl.load(line + 6).to(tl.int64) * DIM
+                    weights = tl.load(direction_ptr + row + offs, mask=mask & (bits < 8), other=0).to(tl.int32)
+                    per_gain = tl.load(steps_ptr + 27 + bits).to(tl.int32)
+                codes, scale = quantize_rows(
+                    x, bits, step, factor, 1, DIM, WIDE, ROTATED, weights, per_gain, AIMED
+                )  # fmt: skip
             tl.debug_barrier()
             index = ((tier * 2 + SIDE) * 2 * PAGE + slot) * DIM + offs
             _put(page, places_ptr, index, tl.load(new_ptr + 3 * SIDE + 1), codes, mask)
@@ -120,23 +127,24 @@ def _follow(
 
 @triton.jit
 def repack_kernel(
-    packed_ptr, pointers_ptr, k_ptr, v_ptr, k_row, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-    units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
+    packed_ptr, pointers_ptr, k_ptr, v_ptr, k_row, v_row, centre_ptr, direction_ptr, places_ptr, formats_ptr, steps_ptr,
+    side_ptr, units, DIM: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
     ROW: tl.constexpr, DTYPE: tl.constexpr, POSITION_BYTES: tl.constexpr, IMPORTANCE: tl.constexpr,
-    CENTRED: tl.constexpr, COLUMNS: tl.constexpr,
+    CENTRED: tl.constexpr, AIMED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     move = tl.program_id(0)
     if tl.load(packed_ptr + move.to(tl.int64) * COLUMNS + 8) == 0:
         move = -1
     if tl.program_id(1) == 0:
         _follow(
-            move, packed_ptr, pointers_ptr, k_ptr, k_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, COLUMNS, 0,
+            move, packed_ptr, pointers_ptr, k_ptr, k_row, centre_ptr, direction_ptr, places_ptr, formats_ptr, steps_ptr,
+            side_ptr, units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, CENTRED, AIMED, COLUMNS,
+            0,
         )  # fmt: skip
     else:
         _follow(
-            move, packed_ptr, pointers_ptr, v_ptr, v_row, centre_ptr, places_ptr, formats_ptr, steps_ptr, side_ptr,
-            units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, COLUMNS, 1,
+            move, packed_ptr, pointers_ptr, v_ptr, v_row, centre_ptr, direction_ptr, places_ptr, formats_ptr, steps_ptr,
+            side_ptr, units, DIM, WIDE, ROTATED, PAGE, ROW, DTYPE, POSITION_BYTES, IMPORTANCE, False, False, COLUMNS, 1,
         )  # fmt: skip
 
 
@@ -160,10 +168,10 @@ def tables(formats: tuple[Format, ...], device: torch.device) -> tuple[torch.Ten
             for plane, ((width, _), (byte, bit)) in enumerate(planes):
                 numbers[tier, 3 * side + 1 + plane] = width
                 places[tier, side, plane] = (offset + byte) * 8 + bit
-    steps = torch.zeros(3, 9, dtype=torch.float32, device="cpu")
+    steps = torch.zeros(4, 9, dtype=torch.float32, device="cpu")
     for bits, step in GAUSSIAN_STEP.items():
         factors = (factor_of(gain[bits], dim, formats[-1].rotate) for gain in (K_GAIN, V_GAIN))
-        steps[:, bits] = torch.tensor([step, *factors])
+        steps[:, bits] = torch.tensor([step, *factors, aim_factor(K_GAIN[bits])])
     return places.to(device), numbers.to(device), steps.to(device)
 
 
@@ -175,16 +183,17 @@ def prepare(job: Job) -> Callable[[], None]:
     k, v = (job.packed if x is None else x.detach() for x in (job.k, job.v))
     offsets = torch.tensor([[kind.position_offset, kind.importance_offset] for kind in job.page_formats])
     offsets, centre, dim = offsets.to(device, non_blocking=True), job.centre.contiguous(), lossy.head_dim
+    direction = centre if job.direction is None else job.direction.contiguous()
 
     def run() -> None:
         with torch.cuda.device_of(job.packed):
             repack_kernel[(len(job.packed), 2)](
                 job.packed, job.pool.pointers, k, v, k.stride(0) * k.element_size(), v.stride(0) * v.element_size(),
-                centre, places, numbers, steps, offsets, job.pool.units,
+                centre, direction, places, numbers, steps, offsets, job.pool.units,
                 DIM=dim, WIDE=triton.next_power_of_2(dim), ROTATED=block_of(dim) if lossy.rotate else 1,
                 PAGE=lossy.page_tokens, ROW=kind.row_bytes, DTYPE=str(kind.dtype).removeprefix("torch."),
                 POSITION_BYTES=kind.position_dtype.itemsize, IMPORTANCE=kind.keeps_importance, CENTRED=lossy.centre,
-                COLUMNS=job.packed.shape[1], num_warps=1, enable_fp_fusion=False,
+                AIMED=job.direction is not None, COLUMNS=job.packed.shape[1], num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
     return run

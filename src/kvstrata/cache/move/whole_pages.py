@@ -32,9 +32,17 @@ def kernels_needed(page_formats: Sequence[PageFormat]) -> list[jit.Named]:
 
 
 def launch(
-    page_formats: Sequence[PageFormat], tier: int, lists: Lists, first: int, n: int, centre: torch.Tensor
+    page_formats: Sequence[PageFormat],
+    tier: int,
+    lists: Lists,
+    first: int,
+    n: int,
+    centre: torch.Tensor,
+    direction: torch.Tensor | None = None,
 ) -> jit.Launch:
     """Quantise into ``n`` whole pages of a tier, from index ``first`` on; all slots are written.
+
+    ``direction``: int8 rows of head caches, as those of ``centre`` and aligned like them; see `quant.reference.aim`.
 
     ``lists.k_at`` has addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty slot.
     Without ``lists.v_at`` all rows are in plain pages, where V is at a constant offset from K.
@@ -43,12 +51,14 @@ def launch(
     slots = 8 * first * format.page_tokens
     k_at, head_caches = lists.k_at.data_ptr() + slots, lists.head_caches.data_ptr() + 4 * first
     v, v_at = (page_formats[0].v_offset, k_at) if lists.v_at is None else (0, lists.v_at.data_ptr() + slots)
-    centres = (centre.data_ptr(), head_caches) if format.centre else (0, 0)
+    centre_at = centre.data_ptr() if format.centre else 0
+    direction_at = 0 if direction is None else direction.data_ptr()
+    centres = head_caches if centre_at or direction_at else 0
     formats = [kind.format for kind in page_formats[1:]]
     sources = [x for f in formats for x in (f.k_bits, f.v_bits, f.v_offset, f.scale_offset)]
     params = PARAMS.pack(  # rows are addresses, and the head index does not matter
-        0, v, 0, lists.pages.data_ptr() + 8 * first, k_at, v_at, head_caches, *centres,
+        0, v, 0, lists.pages.data_ptr() + 8 * first, k_at, v_at, head_caches, centre_at, centres, direction_at,
         0, 0, 1, 1, n, *[0] * 4, *sources, *[0] * (4 * MAX_TIERS - 4 - len(sources)),
     )  # fmt: skip
     entry = entry_of(format, dtype, by_address=True)
-    return prepare(kernel(SOURCE, entry, device), format, dtype, n, params)
+    return prepare(kernel(SOURCE, entry, device), format, dtype, n, params, direction is not None)

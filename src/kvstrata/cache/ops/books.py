@@ -23,6 +23,7 @@ def fixed(cache: CacheState) -> dict[str, int]:
         "count": cache.buckets.count,
         "centre": cache.centre,
         "balance": torch.empty(0, dtype=torch.int8) if cache.balance is None else cache.balance,
+        "direction": torch.empty(0, dtype=torch.int8) if cache.direction is None else cache.direction,
         "seq_lens": cache._device_lengths,
         "slab_pointers": cache.pool.pointers,
     }

@@ -8,6 +8,7 @@
     centre             float32 [layers, kv_heads, head_dim]
     centred            uint8   [layers]
     balance            int8    [layers, kv_heads, head_dim]  powers of two; missing: all 0
+    direction          int8    [layers, kv_heads, head_dim]  of the error of K; missing: all 0
     ahead_from         int64   [1]                    may be missing: the length to settle ahead from
 
 The metadata holds the version, the parameters of the cache and a digest of all tensors. Parameters that determine the
@@ -29,6 +30,7 @@ import torch
 from kvstrata.cache.policy.reports import MOST
 from kvstrata.cache.policy.room import fits_plain
 from kvstrata.cache.policy.scopes import move_tokens, pairs, plan_scopes, scopes_of
+from kvstrata.quant.reference import DIRECTION_MOST
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -109,6 +111,8 @@ def taken(cache: CacheState, request: int) -> dict[str, torch.Tensor]:
     parts["centred"] = torch.from_numpy(cache._centred[request]).to(torch.uint8)
     if cache.balance is not None:
         parts["balance"] = cache.balance[request]
+    if cache.direction is not None:
+        parts["direction"] = cache.direction[request]
     parts["ahead_from"] = torch.tensor([int(cache._ahead_from[request])])
     return parts
 
@@ -192,6 +196,11 @@ def validate(cache: CacheState, tensors: dict[str, torch.Tensor]) -> None:
         balance = shaped("balance", torch.int8, layers, heads, cache.head_dim)
         want((balance.abs() <= 8).all(), "balance: expected powers from -8 to 8")
         want(cache.balance is not None or not balance.any(), "balance: expected none, or a cache with balance=True")
+    if "direction" in tensors:
+        direction = shaped("direction", torch.int8, layers, heads, cache.head_dim)
+        most = DIRECTION_MOST
+        want(((direction >= -most) & (direction <= most)).all(), f"direction: expected numbers from -{most} to {most}")
+        want(cache.direction is not None or not direction.any(), "direction: expected none, or balance=True")
     if "ahead_from" in tensors:
         want((shaped("ahead_from", torch.int64, 1) >= 0).all(), "ahead_from: expected 0 or more")
     keys = []
@@ -244,6 +253,8 @@ def _put(cache: CacheState, change: Transaction, request: int, tensors: dict[str
     changed = [(cache.centre[request], tensors["centre"])]
     if cache.balance is not None:
         changed.append((cache.balance[request], tensors.get("balance", torch.zeros(cache.balance.shape[1:]))))
+    if cache.direction is not None:
+        changed.append((cache.direction[request], tensors.get("direction", torch.zeros(cache.direction.shape[1:]))))
     reports = torch.stack([tensors[name].clamp(max=MOST) for name in ("queries", "reported")], 1)
     changed.append((cache.reports.numbers[request], reports))
     before = [own.clone() for own, _ in changed]

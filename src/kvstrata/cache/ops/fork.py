@@ -27,8 +27,9 @@ def assign(cache: CacheState, source: dict[int, int], gone: Sequence[int]) -> No
             (cache.centre, first.centre),
             (cache.reports.numbers, 0),
         ]
-        if cache.balance is not None and first.balance is not None:
-            on_device.append((cache.balance, first.balance))
+        for own, nothing in ((cache.balance, first.balance), (cache.direction, first.direction)):
+            if own is not None and nothing is not None:
+                on_device.append((own, nothing))
         if cache.device.type != "cpu":
             on_device += [(buckets.page_table, -1), (buckets.count, 0), (cache._device_lengths, 0)]
         to_there, origin_there, left_there = (cache.pool.to_device(x) for x in (to, origin, left))

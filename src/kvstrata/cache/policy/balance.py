@@ -2,7 +2,8 @@
 
 All rows of a cache are divided, including plain ones. Division is exact, so plain rows give the same scores as without
 a balance, a token that is quantised later needs only its stored row, and decode multiplies one query for all tiers. The
-balance of a request in a layer is fixed by its first token there.
+balance of a request in a layer is fixed by its first token there, and with it the direction along which the error of
+quantised K has no component: that of the mean query, which would otherwise meet the same error in every score.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from kvstrata.quant.calibration import check_balance, exponents, factors
+from kvstrata.quant.reference import direction_of
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -25,6 +27,14 @@ def factors_of(cache: CacheState, layer: int, requests: Sequence[int] | np.ndarr
         return None
     ids = np.asarray(requests, np.int64)
     return factors(cache.balance[cache.pool.to_device(ids), layer])
+
+
+def directions_of(cache: CacheState, layers: Sequence[int], requests: Sequence[int]) -> torch.Tensor | None:
+    """Directions of requests, each in its layer, int8 ``[pairs * kv_heads, D]``; None if the cache has none."""
+    if cache.direction is None:
+        return None
+    places = np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64)
+    return cache.direction.flatten(0, 1)[cache.pool.to_device(places)].flatten(0, 1)
 
 
 def divided(
@@ -41,7 +51,9 @@ def divided(
     return k * by_request[index]
 
 
-def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
+def set_balance(
+    cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int], query: torch.Tensor | None = None
+) -> None:
     """`TieredCache.set_balance` of checked requests."""
     if cache.balance is None:
         raise ValueError("balance: expected a cache made with balance=True, got one without")
@@ -52,6 +64,11 @@ def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: 
     if tuple(balance.shape) not in (shape, (len(requests), *shape)):
         raise ValueError(f"balance: expected {shape} or {(len(requests), *shape)}, got {tuple(balance.shape)}")
     check_balance("balance", balance)
+    if query is not None:
+        if not isinstance(query, torch.Tensor) or query.dtype != torch.float32:
+            raise TypeError(f"query: expected a float32 tensor, got {getattr(query, 'dtype', type(query).__name__)}")
+        if query.shape != balance.shape:
+            raise ValueError(f"query: expected shape {tuple(balance.shape)} as balance, got {tuple(query.shape)}")
     for request in requests:
         if cache._lengths[request, layer]:
             raise ValueError(
@@ -60,10 +77,19 @@ def set_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: 
             )
         if cache._calibrated.centred[layer]:
             raise ValueError(f"layer: expected one whose centre the calibration does not fix, got {layer}")
-    put_balance(cache, layer, balance, requests)
+    put_balance(cache, layer, balance, requests, query)
 
 
-def put_balance(cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int]) -> None:
+def put_balance(
+    cache: CacheState, layer: int, balance: torch.Tensor, requests: Sequence[int], query: torch.Tensor | None = None
+) -> None:
     """`set_balance` without checks."""
     assert cache.balance is not None
-    cache.balance[cache.pool.to_device(np.asarray(requests, np.int64)), layer] = exponents(balance).to(cache.device)
+    assert cache.direction is not None
+    index = cache.pool.to_device(np.asarray(requests, np.int64))
+    cache.balance[index, layer] = exponents(balance).to(cache.device)
+    if query is None:
+        cache.direction[index, layer] = 0
+    else:
+        own = direction_of(query.to(cache.device) * balance.to(cache.device), cache.formats[-1].rotate)
+        cache.direction[index, layer] = own

@@ -1,4 +1,4 @@
-"""Initial state of a request: balance and centres of a calibration, or none."""
+"""Initial state of a request: balance, direction and centres of a calibration, or none."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ import numpy as np
 import torch
 
 from kvstrata.quant.calibration import Calibration, exponents, factors
+from kvstrata.quant.reference import direction_of
 
 
 class Calibrated(NamedTuple):
-    """Balance and centres of a request without tokens, and whether the centres are fixed."""
+    """Balance, direction and centres of a request without tokens, and whether the centres are fixed."""
 
     balance: torch.Tensor | None  # int8 [layers, kv_heads, head_dim], on the cache's device
+    direction: torch.Tensor | None  # int8 of the same shape, see `quant.reference.aim`
     centre: torch.Tensor  # float32, in the space of the model's K
     centred: np.ndarray  # bool [layers]
 
 
 def calibrated(
-    calibration: Calibration | None, shape: tuple[int, int, int], device: torch.device, balance: bool
+    calibration: Calibration | None, shape: tuple[int, int, int], device: torch.device, balance: bool, rotate: bool
 ) -> Calibrated:
-    """Initial state of a cache's requests; with ``balance`` there is room for balances that are set later."""
+    """Initial state of a cache's requests; with ``balance`` there is room for balances that are set later.
+
+    ``rotate``: whether rows of codes are rotated.
+    """
     own = torch.zeros(shape, dtype=torch.int8, device=device)
+    direction = torch.zeros_like(own)
     centre, centred = torch.zeros(shape, dtype=torch.float32, device=device), np.zeros(shape[0], bool)
     for layer, given in enumerate([] if calibration is None else calibration.layers):
-        if given.balance is not None:
-            own[layer] = exponents(given.balance).to(device)
+        aimed = given.balance if given.aimed is None else given.aimed
+        if aimed is not None:
+            own[layer] = exponents(aimed).to(device)
+            balance = True
+        if given.query is not None:
+            direction[layer] = direction_of(given.query.to(device) * factors(own[layer]), rotate)
             balance = True
         if given.centre is not None:
-            centre[layer] = given.centre.to(device) * factors(own[layer])
+            by = 1.0 if given.balance is None else given.balance.to(device)
+            centre[layer] = given.centre.to(device) * by
             centred[layer] = True
-    return Calibrated(own if balance else None, centre, centred)
+    return Calibrated(own if balance else None, direction if balance else None, centre, centred)

@@ -3,7 +3,7 @@
 //   sum     a block per place and KV head: means of its first tokens, plain and rotated back by either pairing, and the
 //           squares of their lengths; rows far above the median magnitude are left out
 //   finish  a block per place: the pairing with the longest means over all heads, rotated to the positions ahead;
-//           a pairing that is known to be wrong is skipped
+//           a pairing that is known to be wrong is skipped. Also copies the direction of the place
 //   store   a block per place: copies to the cache, when nothing can fail any more
 //
 // Sums are taken by position in the order of centre.py, 32 at a time: they depend only on the tokens of the head.
@@ -29,6 +29,8 @@ struct Params {
   float* centres;        // [places, heads, D]
   float* stored;         // [requests, layers, heads, D], in the space of the model's K
   const signed char* balance;  // same shape, or null: rows, and `centres`, are divided by 2 to this power
+  const signed char* direction;  // same shape, or null: of the error of K
+  signed char* directions;       // [places, heads, D], copies of it
   i64 token_stride, head_stride;  // of new rows, in bytes
   int n, places_, heads, tiers, max_pages, units, page_shift, position_offset, dim, pairs;
   int skip;  // pairing that is not computed; kPlain is none
@@ -188,6 +190,8 @@ __global__ void __launch_bounds__(256) finish(const __grid_constant__ Params p) 
   const int place = blockIdx.x, size = p.heads * p.dim, number = p.n ? p.places[p.places_ + place] : -1;
   float* centre = p.centres + static_cast<i64>(place) * size;
   const i64 own = static_cast<i64>(p.places[place]) * size;
+  if (p.direction)
+    for (int i = threadIdx.x; i < size; i += 256) p.directions[static_cast<i64>(place) * size + i] = p.direction[own + i];
   if (number < 0) {
     for (int i = threadIdx.x; i < size; i += 256) centre[i] = p.stored[own + i] * factor(p.balance, own + i, true);
     return;

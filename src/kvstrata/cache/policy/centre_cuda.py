@@ -33,7 +33,7 @@ WRONG = {None: 0, True: 1, False: 2}  # the pairing that is not computed, by ``i
 # struct Params of centre.cu, in its order.
 POINTERS = (
     "table", "count", "pointers", "begun", "places", "turns", "ahead", "k", "means", "lengths", "centres", "stored",
-    "balance",
+    "balance", "direction", "directions",
 )  # fmt: skip
 PARAMS = struct.Struct(f"{len(POINTERS)}Q 2q 11i 4x")
 OFFSETS = {name: 8 * i for i, name in enumerate(POINTERS)}  # of the pointers in the struct
@@ -44,6 +44,7 @@ class Centres:
     """Centres of stored K of places; ``compute`` writes them, ``store`` copies them into the cache."""
 
     rows: torch.Tensor  # float32 [places * kv_heads, D]
+    directions: torch.Tensor | None  # int8, same shape: the cache's, see `quant.reference.aim`
     params: bytearray  # of all launches
     compute: Launches
     store: Launches | None  # None if there are no new centres
@@ -104,6 +105,9 @@ def centres_of_places(
         tensors["k"] = k
     if cache.balance is not None:
         tensors["balance"] = cache.balance
+    if cache.direction is not None:
+        tensors["direction"] = cache.direction
+        tensors["directions"] = torch.empty(len(places), heads, dim, dtype=torch.int8, device=device)
     addresses, kept = upload(buckets, arrays)
     addresses |= {name: x.data_ptr() for name, x in tensors.items()}
     strides = (0, 0) if k is None else (x * k.element_size() for x in k.stride()[:2])
@@ -128,7 +132,8 @@ def centres_of_places(
     if stored is not None:
         change.set(cache._centred, (requests[begun], layers[begun]), True)
         change.launch(stored.run)
-    return Centres(tensors["centres"].flatten(0, 1), params, computed, stored)
+    directions = tensors["directions"].flatten(0, 1) if "directions" in tensors else None
+    return Centres(tensors["centres"].flatten(0, 1), directions, params, computed, stored)
 
 
 def stored_centres(cache: CacheState, places: int, n: int, lease: Lease) -> Centres:
@@ -138,15 +143,19 @@ def stored_centres(cache: CacheState, places: int, n: int, lease: Lease) -> Cent
     addresses = {"places": places, "centres": rows.data_ptr(), "stored": cache.centre.data_ptr()}
     if cache.balance is not None:
         addresses["balance"] = cache.balance.data_ptr()
+    directions = None
+    if cache.direction is not None:
+        directions = lease.take("directions", n * heads * dim, torch.int8).view(-1, dim)
+        addresses |= {"direction": cache.direction.data_ptr(), "directions": directions.data_ptr()}
     sizes = (len(buckets.page_formats), buckets.max_pages, buckets.pool.units, 0, 0, dim, 0, 0)
     params = bytearray(PARAMS.pack(*map(addresses.get, POINTERS, repeat(0)), 0, 0, 0, n, heads, *sizes))
 
     def compute() -> list[jit.Launch]:
         return [jit.Launch(kernel(SOURCE, "finish<>", index), n, FINISH_THREADS, params)]
 
-    computed = prepare(index, compute, (lease, cache.centre, cache.balance))
+    computed = prepare(index, compute, (lease, cache.centre, cache.balance, cache.direction))
     computed.run()
-    return Centres(rows, params, computed, None)
+    return Centres(rows, directions, params, computed, None)
 
 
 def _by_head(k: torch.Tensor, heads: int) -> torch.Tensor:

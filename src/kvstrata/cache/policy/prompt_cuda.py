@@ -51,7 +51,8 @@ class Prepared:
         """Record the parameters that are addresses of per-layer tables: buffer, offset, address for layer 0, stride."""
         heads, tiers, max_pages = cache.buckets.page_table.shape[2:]
         sizes = {"count": 4 * heads * tiers, "table": 4 * heads * tiers * max_pages, "reports": 8}
-        sizes |= {"stored": 4 * heads * cache.head_dim, "balance": heads * cache.head_dim}
+        sizes |= {"stored": 4 * heads * cache.head_dim}
+        sizes |= dict.fromkeys(("balance", "direction"), heads * cache.head_dim)
         for name in sizes.keys() & offsets.keys():
             [address] = ADDRESS.unpack_from(params, offsets[name])
             if address:

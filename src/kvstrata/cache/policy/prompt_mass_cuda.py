@@ -99,7 +99,8 @@ class PreparedPlan(Prepared):
         if self._centres.store is not None:
             change.launch(self._centres.store.run)
         moved = apply.prepare_counted(
-            cache.buckets, change, layers, self._requests, planned.counted, outcome.values[2], self._centres.rows
-        )
+            cache.buckets, change, layers, self._requests, planned.counted, outcome.values[2], self._centres.rows,
+            self._centres.directions,
+        )  # fmt: skip
         if moved is not None:
             change.launch(moved.run)

@@ -20,6 +20,7 @@ from kvstrata.cache.storage.page import NewRows
 from kvstrata.cache.storage.tokens import Tokens
 
 from . import settle_cuda
+from .balance import directions_of
 from .budget import BudgetExceeded
 from .centre import fix_centres
 from .plan import Scopes
@@ -96,7 +97,8 @@ def move_tokens(
     layers, requests = pairs(places)
     if requests:
         centre = fix_centres(cache, change, layers, requests, tokens, target, fresh)
-        apply.move(cache.buckets, change, layers, requests, tokens, target, fresh, centre)
+        direction = directions_of(cache, layers, requests)
+        apply.move(cache.buckets, change, layers, requests, tokens, target, fresh, centre, direction)
 
 
 def settle_scopes(

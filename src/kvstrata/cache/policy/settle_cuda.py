@@ -224,7 +224,9 @@ def move(
     else:
         get_codes = coded(cache, planned, numbers)
         centres = centres_of_places(cache, change, layers, requests, get_codes, planned.fresh, rows)
-    moved = apply.prepare_counted(cache.buckets, change, layers, requests, planned.counted, numbers, centres.rows)
+    moved = apply.prepare_counted(
+        cache.buckets, change, layers, requests, planned.counted, numbers, centres.rows, centres.directions
+    )
     if moved is not None:
         change.launch(moved.run)
     return centres, moved

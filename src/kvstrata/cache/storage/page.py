@@ -209,10 +209,13 @@ class PageFormat:
             else:
                 loops.write_numbers(pages, self.format.scale_offset, page, slot, order, own)
 
-    def encode(self, rows: Rows, source: PageFormat, centre: torch.Tensor | None) -> Rows:
+    def encode(
+        self, rows: Rows, source: PageFormat, centre: torch.Tensor | None, direction: torch.Tensor | None = None
+    ) -> Rows:
         """Encode tokens from pages of ``source`` for pages of this format; ``centre [n, D]`` is for plain sources.
 
         From codes to codes nothing is rotated or centred again, and a side whose width does not change keeps its codes.
+        ``direction`` int8 ``[n, D]`` is that of K, see `quant.reference.aim`, for sources of either kind.
         """
         assert not self.format.plain
         sides: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -221,33 +224,40 @@ class PageFormat:
             (rows.k, rows.k_scale, old.k_bits, new.k_bits, quant.K_GAIN),
             (rows.v, rows.v_scale, old.v_bits, new.v_bits, quant.V_GAIN),
         ):
-            loops = loops_for(x) or quant
+            loops, own_direction = loops_for(x) or quant, None if sides else direction
             if scale is None:
                 own_centre = centre if new.centre and not sides else None
-                sides.append(loops.quantize_plain(x, own_centre, bits, new.rotate, gain[bits]))
+                sides.append(loops.quantize_plain(x, own_centre, bits, new.rotate, gain[bits], own_direction))
             elif was == bits:
                 sides.append((x, scale))
             else:
-                sides.append(loops.quantize_coded(x, scale, was, bits, new.rotate, gain[bits]))
+                sides.append(loops.quantize_coded(x, scale, was, bits, new.rotate, gain[bits], own_direction))
         (k, k_scale), (v, v_scale) = sides
         return Rows(k, v, k_scale, v_scale, rows.position, rows.importance)
 
     def encode_new(
-        self, new: NewRows, row: torch.Tensor, centre: torch.Tensor, head_cache: torch.Tensor
+        self,
+        new: NewRows,
+        row: torch.Tensor,
+        centre: torch.Tensor,
+        head_cache: torch.Tensor,
+        direction: torch.Tensor | None = None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Codes and scales of K and of V of the new rows ``row[i]``, as `encode` computes them.
 
-        ``centre [m, D]``: that of row i is ``centre[head_cache[i]]``.
+        ``centre [m, D]``: that of row i is ``centre[head_cache[i]]``; likewise ``direction``, int8.
         """
         f, loops = self.format, loops_for(row)
         if loops is None:
             k, own = new.k.index_select(0, row), centre.index_select(0, head_cache) if f.centre else None
-            k_side = quant.quantize_plain(k, own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits])
+            aim = None if direction is None else direction.index_select(0, head_cache)
+            k_side = quant.quantize_plain(k, own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits], aim)
             v = new.v.index_select(0, row)
             return k_side, quant.quantize_plain(v, None, f.v_bits, f.rotate, quant.V_GAIN[f.v_bits])
         own = loops.Source(centre, head_cache) if f.centre else None
+        aim = None if direction is None else loops.Source(direction, head_cache)
         return (
-            loops.quantize_plain(loops.Source(new.k, row), own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits]),
+            loops.quantize_plain(loops.Source(new.k, row), own, f.k_bits, f.rotate, quant.K_GAIN[f.k_bits], aim),
             loops.quantize_plain(loops.Source(new.v, row), None, f.v_bits, f.rotate, quant.V_GAIN[f.v_bits]),
         )
 

@@ -19,10 +19,20 @@ from kvstrata.layout import fragments
 from kvstrata.layout.rotation import block_of
 from kvstrata.layout.unpack_numba import BFLOAT16, ENDLESS, FLOAT16, FLOAT32, TO_FLOAT
 from kvstrata.loops import exact
-from kvstrata.quant.reference import GAUSSIAN_STEP, LARGEST, LEAST_POWER, SMALLEST_STEP, grid_block, length
+from kvstrata.quant.reference import (
+    AIM_STEPS,
+    GAUSSIAN_STEP,
+    LARGEST,
+    LEAST_POWER,
+    SMALLEST_STEP,
+    aim_factor,
+    grid_block,
+    length,
+)
 from kvstrata.threads import share_out
 
 TILE = 64  # rows quantised together
+AIM_DIMS = 64  # of these, codes times weights have a sum that 16 bits hold
 SHARED_ROWS = 1024  # from this many rows on, torch's threads share them
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 LAST = np.float32(ENDLESS / TO_FLOAT)  # bits of an fp16 infinity as a float32; anything above is NaN
@@ -50,9 +60,17 @@ class Source(NamedTuple):
 
 
 def quantize_plain(
-    x: torch.Tensor | Source, centre: torch.Tensor | Source | None, bits: int, rotate: bool, gain: float
+    x: torch.Tensor | Source,
+    centre: torch.Tensor | Source | None,
+    bits: int,
+    rotate: bool,
+    gain: float,
+    direction: torch.Tensor | Source | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU, D a multiple of 16; ``centre [n, D]``."""
+    """`quant.reference.quantize_plain` of rows ``[n, D]`` on the CPU, D a multiple of 16.
+
+    ``centre`` and int8 ``direction`` have a row ``[D]`` for each.
+    """
     (rows, index), (centres, centre_index) = _numbered(x), _numbered(centre)
     if rows.dtype not in KINDS:
         rows = rows.float()
@@ -64,17 +82,23 @@ def quantize_plain(
         halves = flat.view(torch.int16).numpy().view(np.uint16)
     given = (words, halves, KINDS[rows.dtype], index, centres.float().numpy(), centre_index)
     rotation = (block_of(dim), np.float32(3 * grid_block(dim))) if rotate else (1, np.float32(0))
-    return _quantized(_quantize_plain, (*given, *rotation), len(index), dim, bits, rotate, gain)
+    return _quantized(_quantize_plain, (*given, *rotation), len(index), dim, bits, rotate, gain, direction)
 
 
 def quantize_coded(
-    codes: torch.Tensor, scale: torch.Tensor, was: int, bits: int, rotate: bool, gain: float
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    was: int,
+    bits: int,
+    rotate: bool,
+    gain: float,
+    direction: torch.Tensor | Source | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quant.reference.quantize_coded` of codes ``[n, D]`` on the CPU, D a multiple of 16."""
+    """`quant.reference.quantize_coded` of codes ``[n, D]`` on the CPU, D a multiple of 16; ``direction`` as above."""
     rows, dim = codes.shape
     longer = scale.float() * np.float32(1 / length(dim, rotate)).item()
     given = (codes.contiguous().numpy(), longer.numpy(), np.float32((2**was - 1) / 2))
-    return _quantized(_quantize_coded, given, rows, dim, bits, rotate, gain)
+    return _quantized(_quantize_coded, given, rows, dim, bits, rotate, gain, direction)
 
 
 def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.ndarray]:
@@ -87,8 +111,9 @@ def _numbered(given: torch.Tensor | Source | None) -> tuple[torch.Tensor, np.nda
 
 
 def _quantized(
-    loop: Any, given: tuple[Any, ...], rows: int, dim: int, bits: int, rotate: bool, gain: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    loop: Any, given: tuple[Any, ...], rows: int, dim: int, bits: int, rotate: bool, gain: float,
+    direction: torch.Tensor | Source | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Codes and fp16 scales from ``loop``, whose first arguments are the ``given`` rows."""
     shrink = length(dim, rotate)
     per_norm = np.float32(2 / 255 if bits == 8 else GAUSSIAN_STEP[bits])
@@ -97,20 +122,23 @@ def _quantized(
     codes = torch.empty(rows, dim, dtype=torch.uint8, device="cpu")
     scale = torch.empty(rows, dtype=torch.float32, device="cpu")
     threads = torch.get_num_threads() if rows >= SHARED_ROWS else 1
-    arguments = (*given, bits, per_norm, smallest, per_step, codes.numpy(), scale.numpy())
+    weights, index = _numbered(None if bits == 8 else direction)
+    aim = (weights.to(torch.int8).numpy(), index, aim_factor(gain))
+    arguments = (*given, *aim, bits, per_norm, smallest, per_step, codes.numpy(), scale.numpy())
     share_out(loop, arguments, -(-rows // TILE), threads)
     return codes, scale.half()
 
 
 @exact
 def _quantize_plain(
-    words, halves, kind, index, centre, centre_index, block, to_magic, bits, per_norm, smallest, per_step, codes, scale,
-    first_tile, last_tile,
+    words, halves, kind, index, centre, centre_index, block, to_magic, direction, direction_index, per_gain,
+    bits, per_norm, smallest, per_step, codes, scale, first_tile, last_tile,
 ):  # fmt: skip
     """Rows to codes and scales (float32, not yet rounded to fp16), a tile at a time."""
     rows, dim = codes.shape
     row = np.empty(dim, np.uint32)
     tile, shift, shift_index = np.zeros((dim, TILE), np.float32), np.zeros((dim, TILE), np.float32), np.full(TILE, -1)
+    weights, weights_index = np.zeros((dim, TILE if len(direction_index) else 0), np.int16), np.full(TILE, -1)
     for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
         end = min(rows, first + TILE)
         _load(words, halves, kind, index[first:end], to_magic, row, tile)
@@ -121,14 +149,20 @@ def _quantize_plain(
             for d in range(dim):
                 for i in range(tile.shape[1]):
                     tile[d, i] -= shift[d, i]
-        _encode_tile(tile, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
+        if len(direction_index):
+            _gather(direction, direction_index[first:end], weights_index, weights)
+        _encode_tile(tile, weights, per_gain, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
 
 
 @exact
-def _quantize_coded(given, longer, middle, bits, per_norm, smallest, per_step, codes, scale, first_tile, last_tile):
+def _quantize_coded(
+    given, longer, middle, direction, direction_index, per_gain, bits, per_norm, smallest, per_step, codes, scale,
+    first_tile, last_tile,
+):  # fmt: skip
     """As `_quantize_plain`, for rows ``(given - middle) * longer`` that are transformed already."""
     rows, dim = codes.shape
     row, tile = np.empty(dim, np.float32), np.zeros((dim, TILE), np.float32)
+    weights, weights_index = np.zeros((dim, TILE if len(direction_index) else 0), np.int16), np.full(TILE, -1)
     for first in range(first_tile * TILE, min(rows, last_tile * TILE), TILE):
         end = min(rows, first + TILE)
         for i in range(end - first):
@@ -136,7 +170,9 @@ def _quantize_coded(given, longer, middle, bits, per_norm, smallest, per_step, c
                 row[d] = (np.float32(given[first + i, d]) - middle) * longer[first + i]
             for d in range(dim):
                 tile[d, i] = row[d]
-        _encode_tile(tile, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
+        if len(direction_index):
+            _gather(direction, direction_index[first:end], weights_index, weights)
+        _encode_tile(tile, weights, per_gain, bits, per_norm, smallest, per_step, codes[first:end], scale[first:end])
 
 
 @exact
@@ -220,11 +256,14 @@ def _two_distances(a, b, c, d):
 
 
 @exact
-def _encode_tile(x, bits, per_norm, smallest, per_step, codes, scale):
-    """`quant.reference.quantize_rows` of the first columns of a tile; scales in float32."""
+def _encode_tile(x, weights, per_gain, bits, per_norm, smallest, per_step, codes, scale):
+    """`quant.reference.quantize_rows` of the first columns of a tile; scales in float32.
+
+    ``weights [D, columns]`` are those of the direction, without columns if there is none.
+    """
     dim, width = x.shape
     levels, step, inverse = np.empty((dim, width), np.uint8), np.zeros(width, np.float32), np.empty(width, np.float32)
-    # Sums of integers: no product is negative, and up to D = 256 their sums fit.
+    # Sums of integers, which fit up to D = 256.
     total, divisor = np.zeros(width, np.int32), np.zeros(width, np.int32)
     if bits == 8:
         for d in range(dim):
@@ -240,28 +279,93 @@ def _encode_tile(x, bits, per_norm, smallest, per_step, codes, scale):
         step[i] = own if own > smallest else smallest
         inverse[i] = np.float32(1) / step[i] * np.float32(256)
     middle = np.int32(1 << (bits - 1))
-    for d in range(dim):
-        _encode(x[d], inverse, middle, levels[d], total, divisor)
+    if weights.shape[1]:
+        _aim(x, inverse, weights, per_gain, middle, levels, total, divisor)
+    else:
+        for d in range(dim):
+            _encode(x[d], inverse, middle, levels[d], total, divisor)
     for i in range(len(scale)):
         ratio = np.float32(total[i]) / np.float32(divisor[i])
-        scale[i] = min(ratio * (step[i] * per_step), MOST)
+        scale[i] = max(min(ratio * (step[i] * per_step), MOST), np.float32(0))  # aimed codes may oppose a tiny row
         for d in range(dim):
             codes[i, d] = levels[d, i]
+
+
+@exact
+def _value(x, inverse):
+    """z of `quant.reference.encode`."""
+    whole = np.floor(x * inverse)
+    # A product that was rounded up to a whole number is slightly below it: the sign of the rest, even if it is -0.
+    rest = np.float32(_multiply_add(x, inverse, -whole))
+    return np.int32(np.int32(whole) + np.int32(rest.view(np.int32) >> np.int32(31)))
 
 
 @exact
 def _encode(x, inverse, middle, levels, total, divisor):
     """Codes of one dim, and its terms in the sums of `quant.reference.refit`."""
     for i in range(len(x)):
-        whole = np.floor(x[i] * inverse[i])
-        # A product that was rounded up to a whole number is slightly below it: the sign of the rest, even if it is -0.
-        rest = np.float32(_multiply_add(x[i], inverse[i], -whole))
-        z = np.int32(np.int32(whole) + np.int32(rest.view(np.int32) >> np.int32(31)))
+        z = _value(x[i], inverse[i])
         level = min(max(np.int32(z >> np.int32(8)), -middle), np.int32(middle - np.int32(1)))
         levels[i] = np.uint8(level + middle)
         c = np.int32(np.int32(2) * level + np.int32(1))  # twice the level
         total[i] += np.int32(z * c)
         divisor[i] += np.int32(c * c)
+
+
+@exact
+def _aim(x, inverse, weights, per_gain, middle, levels, total, divisor):
+    """`_encode` of all dims, with the codes of `quant.reference.aim`."""
+    dim, width = x.shape
+    z, base = np.empty((dim, width), np.int16), np.empty((dim, width), np.int16)
+    along, weight, part = np.zeros(width, np.int32), np.zeros(width, np.int32), np.empty(width, np.int16)
+    shift, best = np.zeros(width, np.int16), np.zeros(width, np.int16)
+    wanted, rest, least = np.empty(width, np.int32), np.empty(width, np.int32), np.empty(width, np.int32)
+    start, most = np.int32(np.int32(2048) * middle), np.int32(np.int32(256) * middle - np.int32(64))
+    for d in range(dim):
+        for i in range(width):
+            value, w = _value(x[d, i], inverse[i]), np.int32(weights[d, i])
+            z[d, i] = np.int16(value)
+            base[d, i] = np.int16(np.int32(np.int32(8) * min(max(value, -most), most)) + start)
+            along[i] += np.int32(value * w)
+            weight[i] += w
+    for i in range(width):
+        scaled = np.int32((np.int64(along[i]) * np.int64(per_gain)) >> np.int64(12))
+        wanted[i] = scaled + np.int32(np.int32(np.int32(256) * middle - np.int32(128)) * weight[i])
+    _rest(base, weights, shift, wanted, part, rest)
+    for i in range(width):
+        least[i] = abs(rest[i])
+    for size in AIM_STEPS:
+        for i in range(width):
+            shift[i] += np.int16(size) if rest[i] > 0 else np.int16(-size)
+        _rest(base, weights, shift, wanted, part, rest)
+        for i in range(width):
+            closer = abs(rest[i]) < least[i]
+            best[i] = shift[i] if closer else best[i]
+            least[i] = abs(rest[i]) if closer else least[i]
+    for d in range(dim):
+        for i in range(width):
+            code = np.int16(np.int16(base[d, i] + np.int16(best[i] * weights[d, i])) >> np.int16(11))
+            levels[d, i] = np.uint8(code)
+            c = np.int32(np.int32(np.int32(2) * (np.int32(code) - middle)) + np.int32(1))  # as in `_encode`
+            total[i] += np.int32(np.int32(z[d, i]) * c)
+            divisor[i] += np.int32(c * c)
+
+
+@exact
+def _rest(base, weights, shift, wanted, part, rest):
+    """Computes ``rest``, ``wanted`` less the sums of the codes of these shifts; ``part`` is scratch memory."""
+    dim, width = base.shape
+    for i in range(width):
+        rest[i] = wanted[i]
+    for first in range(0, dim, AIM_DIMS):
+        for i in range(width):
+            part[i] = np.int16(0)
+        for d in range(first, min(dim, first + AIM_DIMS)):
+            for i in range(width):
+                code = np.int16(np.int16(base[d, i] + np.int16(shift[i] * weights[d, i])) >> np.int16(11))
+                part[i] += np.int16(code * weights[d, i])
+        for i in range(width):
+            rest[i] -= np.int32(np.int32(256) * np.int32(part[i]))
 
 
 @exact
