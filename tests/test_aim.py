@@ -183,9 +183,10 @@ def test_prompts_and_calibrations_have_directions() -> None:
     ids = torch.randint(3, 128, (2, 60), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :25] = 0
+    position = (mask.cumsum(1) - 1).clamp(min=0)
     cache = StrataCache(model.config, budget=0.3, page_tokens=16, recent_tokens=12, max_tokens=256)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        model(ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True)
     direction = cache.tiered.direction
     assert direction.flatten(2).any(-1).all(), "in every row and layer"
     assert not torch.equal(direction[0], direction[1])
@@ -253,3 +254,31 @@ def test_scores_of_a_real_model_have_less_noise(layer: int, name: str) -> None:
         scores = q[:, 1::2].float() @ stored[4:-12].T
         noise.append(float((scores - scores.mean(-1, keepdim=True)).square().mean()))
     assert noise[1] < {0: 1.0, 8: 0.75, 12: 0.6}[layer] * noise[0]
+
+
+def test_sensitivities_alone_leave_estimates_to_prompts(tmp_path) -> None:
+    """The balance, centres and directions of a cache without a calibration, other bytes per layer."""
+    model = model_of("llama")
+    ids = torch.randint(3, 128, (1, 90), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    measured = calibrate(model, ids)
+    both = Calibration(measured.layers, [1.0, 8.0], [1.0, 8.0], 2, kinds=measured.kinds)
+    assert both.has_rows
+    alone = both.only_sensitivity()
+    alone.save(tmp_path / "layers")
+    alone = Calibration.load(tmp_path / "layers")
+    assert not alone.has_rows
+    assert alone.sensitivity == both.sensitivity
+    options = dict(budget=0.33, page_tokens=16, recent_tokens=12, settle_every=16, max_tokens=1024)
+    options |= dict(tiers=["K4V4", "K2V2"])
+    caches = [StrataCache(model.config, calibration=given, **options) for given in (None, alone, both)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids.repeat(1, 10), past_key_values=cache, use_cache=True)
+    plain, shared, fixed = (cache.tiered for cache in caches)
+    for name in ("balance", "centre", "direction"):
+        assert torch.equal(getattr(shared, name), getattr(plain, name))
+    assert not torch.equal(fixed.direction, plain.direction)
+    wide = [int((shared.tier_map(layer) == 1).sum()) for layer in (0, 1)]
+    assert wide[0] < wide[1]
+    with pytest.raises(ValueError, match="calibration: expected balance and centres"):
+        StrataCache(model.config, format="K4V4", calibration=alone)

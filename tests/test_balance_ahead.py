@@ -32,7 +32,8 @@ def squares(k: torch.Tensor, q: torch.Tensor, interleaved: bool | None = False, 
     real = torch.ones(1, k.shape[2] + padding, dtype=torch.bool)
     real[:, :padding] = False
     k, q = (torch.nn.functional.pad(x, (0, 0, padding, 0), value=1e3) for x in (k, q))
-    return [x.double() for x in balance.squares(q, k, real, ROPE, interleaved)[::2]]
+    sums = balance.squares(q, k, real, ROPE, interleaved)
+    return [sums.k.double(), sums.q.double()]
 
 
 def test_expected_squares_equal_those_over_all_positions():
@@ -102,13 +103,13 @@ def test_tokens_behind_the_first_512_do_not_count():
     last = 10 + balance.SINKS + balance.MOST
     k, real = torch.nn.functional.pad(rows(590, 1), (0, 0, 10, 0)), torch.ones(1, 600, dtype=torch.bool)
     real[:, :10] = False
-    (want, count), other = balance.from_prompt(k, k, real, ROPE, False), k.clone()
+    ((want, _), count), other = balance.from_prompt(k, k, real, ROPE, False), k.clone()
     assert count.tolist() == [512]
     assert balance.columns_needed(real.numpy()) == last
     other[:, :, last:] = torch.nan
-    assert torch.equal(balance.from_prompt(other, other, real, ROPE, False)[0], want)
+    assert torch.equal(balance.from_prompt(other, other, real, ROPE, False)[0].balance, want)
     other[:, :, last - 1, 0] = 1e6
-    assert not torch.equal(balance.from_prompt(other, k, real, ROPE, False)[0], want)
+    assert not torch.equal(balance.from_prompt(other, k, real, ROPE, False)[0].balance, want)
 
 
 def test_channels_that_no_rule_pairs_are_those_of_the_prompt():
@@ -121,8 +122,9 @@ def test_channels_that_no_rule_pairs_are_those_of_the_prompt():
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_empty_and_broken_rows_stay_finite(value: float):
     k = torch.full((1, HEADS, 40, DIM), value)
-    own, count = balance.from_prompt(k, k, torch.ones(1, 40, dtype=torch.bool), ROPE, False)
+    (own, query), count = balance.from_prompt(k, k, torch.ones(1, 40, dtype=torch.bool), ROPE, False)
     assert own.isfinite().all()
+    assert query.isfinite().all()
     assert count.tolist() == [36]
     assert (own == 1).all()
 
@@ -134,8 +136,8 @@ def test_one_format_balances_only_heads_that_gain_much():
     k[:, 0, :, 0] *= 3.0  # a head with little to gain
     k[:, 1, :, 0] *= 100.0  # and one with much
     real = torch.ones(1, 200, dtype=torch.bool)
-    tiers, _ = balance.from_prompt(q, k, real, (), False)
-    single, _ = balance.from_prompt(q, k, real, (), False, has_tiers=False)
+    (tiers, _), _ = balance.from_prompt(q, k, real, (), False)
+    (single, _), _ = balance.from_prompt(q, k, real, (), False, has_tiers=False)
     assert tiers[0, 0, 0] > 1
     assert (single[0, 0] == 1).all()
     assert torch.equal(single[0, 1], tiers[0, 1])
@@ -148,7 +150,7 @@ def test_whole_squares_have_both_channels_of_a_pair_and_the_centre(interleaved: 
     """RoPE turns one into the other, so only their sum is told."""
     k, pairs = rows(200, 1), channels(PAIRS, DIM, is_interleaved=interleaved)[0]
     k[..., pairs[large]] += 1000.0
-    _, whole, _, _ = balance.squares(rows(200, 2), k, torch.ones(1, 200, dtype=torch.bool), ROPE, interleaved)
+    whole = balance.squares(rows(200, 2), k, torch.ones(1, 200, dtype=torch.bool), ROPE, interleaved).k_whole
     expected = k[:, :, balance.SINKS :].square().mean(2).float()
     found, expected = ((*(x[..., pair] for pair in pairs), x[..., 2 * PAIRS :]) for x in (whole, expected))
     torch.testing.assert_close(found[0] + found[1], expected[0] + expected[1], rtol=1e-3, atol=0)
@@ -171,11 +173,13 @@ def test_prompts_of_few_tokens_use_the_weights(tokens: int):
     k, q = (rows(40, seed).repeat(2, 1, 1, 1).float() for seed in (1, 2))
     real = torch.ones(2, 40, dtype=torch.bool)
     real[1, tokens:] = False
-    by_prompt, _ = balance.from_prompt(q, k, real, ROPE, False)
+    (by_prompt, query), _ = balance.from_prompt(q, k, real, ROPE, False)
     prompt = q, k, real.numpy(), real.numpy().sum(1), module, ROPE
-    own = balance.of_first_prompt(*prompt, has_tiers=True)
+    own, mean = balance.of_first_prompt(*prompt, has_tiers=True)
     assert torch.equal(own[0], by_prompt[0])
     assert torch.equal(own[1], by_weights if tokens < 20 else by_prompt[1])
+    assert torch.equal(mean[0], query[0])
+    assert torch.equal(mean[1], query[1] if tokens >= 20 else torch.zeros(HEADS, DIM))
     module.q_proj = module.k_proj = None
-    assert torch.equal(balance.of_first_prompt(*prompt, has_tiers=True), by_prompt)
+    assert torch.equal(balance.of_first_prompt(*prompt, has_tiers=True).balance, by_prompt)
     assert not any(torch.equal(by_prompt[1], x) for x in (by_weights, torch.ones(HEADS, DIM)))

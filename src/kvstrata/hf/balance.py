@@ -253,13 +253,13 @@ def squares(
     q_mean[..., one], q_mean[..., two] = mean.real, mean.imag
     differ = common.square() * second + (unlike - common.square()) * second * trust_q - mean.square()
     differ_plain = (m.q_first - m.q_second - plain.square().real) * trust_q
-    rest = (m.q_first + m.q_second - mean.abs().square()).clamp(min=LEAST * (m.q_first + m.q_second))
-    _split(q_rest, one, two, rest, torch.where(is_plain, differ_plain, differ.real))
+    left = (m.q_first + m.q_second - mean.abs().square()).clamp(min=LEAST * (m.q_first + m.q_second))
+    _split(q_rest, one, two, left, torch.where(is_plain, differ_plain, differ.real))
     return Squares(k_square, k_whole, q_square, q_mean, q_rest, count)
 
 
 def _next_rotation(angle: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-    """Mean rotation by ``angle [pairs]`` over `NEXT` positions from ``begin [rows]`` on, complex ``[rows, 1, pairs]``."""
+    """Mean rotation by ``angle [pairs]`` over `NEXT` positions from ``begin [rows]`` on: complex ``[rows, 1, n]``."""
     mean = torch.complex(*mean_rotation(angle, torch.full_like(begin, NEXT)))
     turn = begin.double().unsqueeze(1) * angle
     return (mean * torch.complex(turn.cos().float(), turn.sin().float())).unsqueeze(1)

@@ -256,7 +256,12 @@ class StrataCache(Columns):
     @property
     def balances(self) -> bool:
         """True if the balance of K is estimated from each row's prompt."""
-        return self.calibration is None and self.unfinished.balance is not None
+        return self._estimates and self.unfinished.balance is not None
+
+    @property
+    def _estimates(self) -> bool:
+        """True without a calibration, or with one that has only sensitivities."""
+        return self.calibration is None or not self.calibration.has_rows
 
     def _misfit(self, key: torch.Tensor, value: torch.Tensor) -> str | None:
         """Reason why K and V of a layer, ``[rows, kv_heads, n, D]``, cannot be compressed, or None."""
@@ -348,7 +353,7 @@ class StrataCache(Columns):
                 mass.load_kernels(*sizes)
                 if not self.shares:
                     turns.load_kernels(tiered, query_heads)
-                if self.calibration is None and tiered.balance is not None:
+                if self._estimates and tiered.balance is not None:
                     balance.load_kernels(*sizes, tiered.rope, interleaved(model))
         if query_heads and (windows := self._windows()):
             warm_up(windows[0], model, query_heads, (rows, heads, dim), progress)

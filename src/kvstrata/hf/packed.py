@@ -112,6 +112,8 @@ class PackedCache(Cache):
             if number is not None:
                 check_int(name, number, 1)
         self.calibration = support.calibration_of(calibration)
+        if self.calibration is not None:
+            self.calibration.check_rows()
         self.format, self.page_tokens, self.max_batch, self.max_tokens = format, page_tokens, max_batch, max_tokens
         self._text = text
         self.fmt: Format | None = None

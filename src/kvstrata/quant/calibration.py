@@ -210,6 +210,21 @@ class Calibration:
         return next((layer.shape for layer in self.layers if layer.shape is not None), None)
 
     @property
+    def has_rows(self) -> bool:
+        """True if it has tensors of a layer, not only sensitivities."""
+        return any(layer.shape is not None for layer in (*self.layers, *self.windows))
+
+    def check_rows(self) -> None:
+        """Raise ValueError if it has only sensitivities."""
+        if not self.has_rows:
+            raise ValueError("calibration: expected balance and centres, got a file with sensitivities alone")
+
+    def only_sensitivity(self) -> Calibration:
+        """Return a copy without tensors; caches that take it estimate balance and centres from each prompt."""
+        kinds = [kind if kind == "layer" else "none" for kind in self.kinds]
+        return replace(self, layers=[LayerCalibration()] * len(self.layers), windows=(), kinds=kinds)
+
+    @property
     def sensitivity(self) -> tuple[float, ...] | None:
         """Cost of rounding K and V of each layer, or None if that was not measured."""
         both = tuple(k + v for k, v in zip(self.k_sensitivity, self.v_sensitivity, strict=False))

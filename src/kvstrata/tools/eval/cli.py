@@ -324,6 +324,14 @@ def calibrate(
             " the first text: two forwards per layer."
         ),
     ] = False,
+    only_sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--only-sensitivity",
+            help="Like --sensitivity, and leave out balance and centres: a cache with the file estimates them from each"
+            " prompt, which is more precise than another text.",
+        ),
+    ] = False,
     device: ui.DeviceOption = ui.Device.auto,
     dtype: ui.DtypeOption = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.safetensors"),
@@ -339,6 +347,8 @@ def calibrate(
     Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
 
     Example: kvstrata calibrate --model ./model.gguf --text notes.txt --sensitivity
+
+    Example: kvstrata calibrate --text notes.txt --only-sensitivity --out layers.safetensors
     """
     ui.require(LIBRARIES, "hf", "this")
     from dataclasses import replace
@@ -362,9 +372,11 @@ def calibrate(
         task = bar.add_task("balance and centres", total=1)
         calibration = calibrate_model(net, ids, Path(name).name)
         bar.update(task, completed=1)
+        if only_sensitivity and not calibration.layers:
+            raise ValueError("--only-sensitivity: expected a model with layers of full attention, got one without")
         if sensitivity and not calibration.layers:
             console.print("No sensitivities: only layers of full attention are measured, and this model has none.")
-        elif sensitivity:
+        elif sensitivity or only_sensitivity:
             task = bar.add_task("sensitivity", total=2 * len(calibration.layers))
             measured = sides.measure_sensitivity(
                 net, ids[:1, :256], calibration, tick=lambda name, done: bar.update(task, completed=done)
@@ -372,6 +384,10 @@ def calibrate(
             if len(measured.compressed) == len(calibration.layers):
                 k, v = ([side[i] for i in measured.compressed] for side in (measured.k, measured.v))
                 calibration = replace(calibration, k_sensitivity=k, v_sensitivity=v, bits=measured.bits)
+                if only_sensitivity:
+                    calibration = calibration.only_sensitivity()
+            elif only_sensitivity:
+                raise ValueError("--only-sensitivity: expected K and V of one shape in all layers, got others")
             else:
                 console.print("No sensitivities: layers have K and V of different shapes, and some are not compressed.")
         calibration.save(out)

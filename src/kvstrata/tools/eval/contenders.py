@@ -110,6 +110,8 @@ def _recorded(options: dict[str, Any], calibration: Calibration | None) -> dict[
     """Options as saved in results: for a calibration, whether it has sensitivities of layers."""
     if calibration is None:
         return options
+    if not calibration.has_rows:
+        return options | {"calibration": "sensitivity alone"}
     return options | {"calibration": "sensitivity" if calibration.sensitivity else "balance and centres"}
 
 

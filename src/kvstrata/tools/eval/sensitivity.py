@@ -46,15 +46,22 @@ class Sensitivity:
 def round_trip(x: torch.Tensor, bits: int, is_k: bool, calibration: LayerCalibration | None = None) -> torch.Tensor:
     """``x [rows, heads, n, D]`` rounded to codes; the first tokens stay as they are. Without a calibration, K's centre
     is its mean, and there is no balance."""
-    balance = centre = None
+    balance = centre = direction = None
     if is_k:
-        balance, centre = (None, None) if calibration is None else (calibration.balance, calibration.centre)
-        balance = torch.ones(x.shape[1], x.shape[-1]) if balance is None else balance
-        balance = balance.to(x.device).unsqueeze(1)
-        mean = (x.float() / balance).mean(-2, keepdim=True)
-        centre = mean if centre is None else centre.to(x.device).unsqueeze(1)
+        own = LayerCalibration() if calibration is None else calibration.to(x.device)
+        ones = torch.ones(x.shape[1], x.shape[-1], device=x.device)
+        of_centre = ones if own.balance is None else own.balance
+        balance = of_centre if own.aimed is None else own.aimed
+        if own.query is not None:
+            direction = quant.direction_of(own.query * balance, True).unsqueeze(1)
+        if own.centre is not None:
+            centre = (own.centre * of_centre / balance).unsqueeze(1)
+        balance = balance.unsqueeze(1)
+        if centre is None:
+            centre = (x.float() / balance).mean(-2, keepdim=True)
     gain = (quant.K_GAIN if is_k else quant.V_GAIN)[bits]
-    codes, scale = quant.quantize_plain(x if balance is None else x.float() / balance, centre, bits, True, gain)
+    rows = x if balance is None else x.float() / balance
+    codes, scale = quant.quantize_plain(rows, centre, bits, True, gain, direction)
     restored = rotate(quant.decode(codes, scale, bits))
     if balance is not None and centre is not None:
         restored = (restored + centre) * balance
