@@ -1,7 +1,8 @@
 """The quantise benchmark: K and V rows in bfloat16 into whole pages of codes, all heads in one launch.
 
 The rows of a prompt: every page has 64 consecutive tokens of one head, and every head has its centre. Bytes are rows
-read, pages written and the index of rows. ``plain`` cases skip the rotation, to show its cost.
+read, pages written and the index of rows. ``plain`` cases skip the rotation, to show its cost; ``aimed`` ones have a
+direction for every head, as the tiers of a `StrataCache` do.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class Inputs(Job):
     """One input set: rows, pages, and the source rows of each page."""
 
     @classmethod
-    def make(cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int) -> Inputs:
+    def make(
+        cls, format: Format, tokens: int, heads: int, device: torch.device, seed: int, aimed: bool = False
+    ) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         k, v = torch.randn(2, tokens, heads, format.head_dim, generator=generator, device=device).bfloat16()
         size, runs = format.page_tokens, tokens // format.page_tokens
         n = runs * heads
         order = torch.randperm(n, generator=generator, device=device)
+        query = torch.randn(heads, format.head_dim, generator=generator, device=device)
         rows = torch.arange(tokens, dtype=torch.int32, device=device).view(runs, 1, size).expand(runs, heads, size)
         return cls(
             k=k,
@@ -44,6 +48,7 @@ class Inputs(Job):
             format=format,
             centre=torch.randn(heads, format.head_dim, generator=generator, device=device),
             centres=torch.arange(heads, dtype=torch.int32, device=device).repeat(runs),
+            direction=reference.direction_of(query, format.rotate) if aimed else None,
         )
 
     def run(self, backend: str) -> None:
@@ -56,7 +61,8 @@ class Inputs(Job):
         page = self.pool.view(-1, f.page_bytes)
         rows, head = self.source[chosen].long(), self.heads[chosen].long().unsqueeze(1)
         centre = self.centre[head]  # type: ignore[index]
-        want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f, centre)
+        direction = None if self.direction is None else self.direction[head]
+        want = reference.quantize_page(self.k[rows, head], self.v[rows, head], f, centre, direction)
         got = page[self.pages[chosen].long() * UNIT // f.page_bytes]
         sides = {
             "K": slice(0, f.v_offset),
@@ -68,8 +74,8 @@ class Inputs(Job):
         assert not (page[:, f.scale_offset :] == POISON).all(-1).any(), "a page was not written"
 
 
-def build(format: Format, tokens: int, heads: int, sets: int, device: torch.device) -> Bench:
-    inputs = [Inputs.make(format, tokens, heads, device, seed) for seed in range(sets)]
+def build(format: Format, tokens: int, heads: int, sets: int, aimed: bool, device: torch.device) -> Bench:
+    inputs = [Inputs.make(format, tokens, heads, device, seed, aimed) for seed in range(sets)]
     contenders: dict[str, Call] = {"kvstrata": lambda i: inputs[i].run("auto")}
     baseline = "triton" if missing("triton", device) is None else "reference"
     contenders[baseline] = lambda i: inputs[i].run(baseline)
@@ -91,13 +97,16 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     listed = []
     for dim in (128, 64) if not quick else (128,):
         for name in names:
-            for rotated in (True, False) if dim == 128 else (True,):
+            kinds = [("", True, False)]
+            if dim == 128:
+                kinds.append(("-plain", False, False))
+            if not name.startswith("K8"):
+                kinds.append(("-aimed", True, True))
+            for suffix, rotated, aimed in kinds:
                 format = Format.parse(name, dim, rotate=rotated)
                 moved = tokens * heads * (2 * dim * 2 + format.bytes_per_token + 4)
                 params = {"format": name, "head_dim": dim, "rotate": rotated, "T": tokens}
-                sets = sets_for(moved, device)
-                case = f"{name}-d{dim}{'' if rotated else '-plain'}"
-                listed.append(
-                    Case("quantize", case, params, moved, partial(build, format, tokens, heads, sets), sets=sets)
-                )
+                params |= {"aimed": True} if aimed else {}
+                make = partial(build, format, tokens, heads, sets := sets_for(moved, device), aimed)
+                listed.append(Case("quantize", f"{name}-d{dim}{suffix}", params, moved, make, sets=sets))
     return listed

@@ -14,6 +14,7 @@ import kvstrata
 
 from .decode import dense
 from .draw import AGAIN, CLOSE, DIMS, FLOATS, WORST, Draw
+from .quantize import AIMED
 
 BACKENDS = ("auto",)
 SANITIZED = ("auto",)
@@ -30,9 +31,14 @@ def trial(draw: Draw, backend: str) -> str:
     cache = kvstrata.TieredCache(
         LAYERS, heads, dim, budget=budget, recent_tokens=recent, sink_tokens=2, page_tokens=16, dtype=dtype,
         device=draw.device, max_requests=requests, max_tokens=512, policy=policy, tiers=("K8V8", "K4V4", "K2V2"),
-        settle_every=4, rope=rope, debug=True,
+        settle_every=4, rope=rope, debug=True, balance=draw.one(True, False),
     )  # fmt: skip
     rows = list(range(requests))
+    if cache.balance is not None:
+        what += ", aimed"
+        for layer in range(LAYERS):
+            query = draw.normal(requests, heads, dim).to(draw.device)
+            cache.set_balance(layer, torch.ones_like(query), rows, query=query)
     kept: list[list[list[torch.Tensor]]] = [[[] for _ in rows] for _ in range(LAYERS)]  # [layer][request]: [2, n, H, D]
     for most in (100, 1, 60, 1):
         lengths = [draw.size(0, most) for _ in rows]
@@ -86,5 +92,7 @@ def _check_rows(
     assert bool((tier[:, max(length - recent, 0) :] == 0).all()), f"a recent token is quantised: {what}"
     for side, (stored, want) in enumerate(zip(held, truth.transpose(1, 2), strict=True)):
         off = (stored.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-6)
-        allowed = AGAIN * torch.tensor([WORST[int(b)] for b in bits[:, side]])[tier]
+        allowed = (AGAIN if cache.balance is None else AGAIN * AIMED) * torch.tensor(
+            [WORST[int(b)] for b in bits[:, side]]
+        )[tier]
         assert bool((off <= allowed).all()), f"{'kv'[side]}: a row is off by {float((off - allowed).max()):.3f}: {what}"
