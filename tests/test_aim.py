@@ -100,6 +100,46 @@ def test_the_direction_moves_with_its_request(moved: str, tmp_path) -> None:
     assert not cache.direction[request].any()
 
 
+@pytest.mark.parametrize("size", [1e-43, 1e-38, 1.0, 1e38])
+def test_a_direction_does_not_depend_on_the_length_of_the_query(size: float) -> None:
+    want = direction_of(QUERY, True)
+    got = direction_of((QUERY.double() * size).float(), True)
+    assert (got.int() - want.int()).abs().max() <= (31 if size < 1e-40 else 1)  # few bits are left of the smallest
+    assert got.abs().amax(-1).eq(31).all()
+
+
+def test_8_bit_k_takes_the_nearest_codes_and_the_balance_of_all_energies(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, without = (
+        filled(QUERY, tiers=["K8V8", "K8V4"], budget=0.6)[0],
+        filled(None, tiers=["K8V8", "K8V4"], budget=0.6)[0],
+    )
+    assert not cache.direction.any()
+    for one, other in zip(cache.gather(1, 0), without.gather(1, 0), strict=True):
+        assert torch.equal(one, other)
+    given = Calibration([LayerCalibration(ONES.cpu(), None, QUERY.cpu(), 2 * ONES.cpu())] * 2)
+    cache = build(calibration=given, tiers=["K8V8"], budget=0.7)
+    assert not cache.direction.any()
+    assert not cache.balance.any(), "exponents of the balance for the nearest codes"
+    model, from_prompt, seen = model_of("qwen2"), balance.from_prompt, []
+
+    def spy(*given: Any, aims: bool = False) -> Any:
+        seen.append(given[6] if len(given) > 6 else aims)
+        return from_prompt(*given, aims=aims) if len(given) < 7 else from_prompt(*given)
+
+    monkeypatch.setattr(balance, "from_prompt", spy)
+    ids = torch.randint(3, 128, (1, 80), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for tiers in (["K8V8"], ["K4V4"]):
+        options = dict(page_tokens=16, recent_tokens=12, settle_every=16, max_tokens=256, tiers=tiers)
+        own = StrataCache(model.config, budget=0.7, **options)
+        with torch.no_grad():
+            model(ids, past_key_values=own, use_cache=True)
+        assert own.tiered.direction.any() == (tiers == ["K4V4"])
+    assert seen
+    assert seen == sorted(seen), "K8V8 first"
+    assert not seen[0]
+    assert seen[-1]
+
+
 def test_bytes_of_directions_count() -> None:
     with_balance, without = build(balance=True).memory(), build(balance=False).memory()
     assert with_balance.kinds["direction"] == 3 * 2 * HEADS * DIM
@@ -280,5 +320,8 @@ def test_sensitivities_alone_leave_estimates_to_prompts(tmp_path) -> None:
     assert not torch.equal(fixed.direction, plain.direction)
     wide = [int((shared.tier_map(layer) == 1).sum()) for layer in (0, 1)]
     assert wide[0] < wide[1]
-    with pytest.raises(ValueError, match="calibration: expected balance and centres"):
-        StrataCache(model.config, format="K4V4", calibration=alone)
+    for given in (alone, Calibration([LayerCalibration(query=layer.query) for layer in measured.layers])):
+        with pytest.raises(ValueError, match="calibration: expected balance or centre"):
+            StrataCache(model.config, format="K4V4", calibration=given)
+    with pytest.raises(ValueError, match="calibration: expected one with sensitivities"):
+        measured.only_sensitivity()

@@ -66,7 +66,7 @@ def trial_run(cache: TieredCache) -> TieredCache:
     if cache.budget.shared:
         small |= dict(budget=0.25, budget_bytes=None)
     if (calibration := cache._arguments["calibration"]) is not None:
-        kinds = [(layer.balance is not None, layer.centre is not None) for layer in calibration.layers]
+        kinds = [(layer.shape is not None, layer.centre is not None) for layer in calibration.layers]
         small["calibration"] = Calibration([calibration.layers[kinds.index(max(kinds))]])
     trial = TieredCache(**cache._arguments | small)
     tokens = min(TRIAL_TOKENS, max(cache.max_tokens - 2, 0))

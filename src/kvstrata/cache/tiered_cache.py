@@ -81,12 +81,13 @@ class TieredCache(RequestOperations):
         rope: RoPE angle of each channel pair per position, in radians (a model's ``inv_freq``); it lets the centre of
             K anticipate longer contexts (docs/formats.md). None if K is not rotated.
         interleaved: True if RoPE pairs channels (2i, 2i + 1), False for (i, i + n); None recognises it by the rows.
-        calibration: balance and centres of the model's K (`kvstrata calibrate`), instead of estimates from requests;
+        calibration: balance, centres and mean queries (`kvstrata calibrate`), instead of estimates from requests;
             a token's codes then depend only on its own row and the tiers it has passed through, not on the rest of the
             request or batch.
         sensitivity: one number per layer, the relative cost of rounding its K and V; layers with a higher one get more
             of a fraction's bytes, with the same total (docs/cache.md). None treats all layers alike.
-        balance: True allows `set_balance` to give each request its own balance; implied by a calibration with one.
+        balance: True allows `set_balance` to give each request its own balance; implied by a calibration with one
+            or with a mean query.
         debug: poison freed pages.
         slab_bytes: maximum bytes of one allocation, at least a page of ``dtype``; None chooses.
 
@@ -202,7 +203,7 @@ class TieredCache(RequestOperations):
             self.pool = Pool(strides, slab, capacity, self.device, debug)
             self.buckets = Buckets(self.pool, self.page_formats, max_requests, layers, kv_heads, sizes.max_pages)
             shape = (layers, kv_heads, head_dim)
-            self._calibrated = calibrated(calibration, shape, self.device, balance, self.formats[-1].rotate)
+            self._calibrated = calibrated(calibration, shape, self.device, balance, self.formats)
             first, *each = self._calibrated.centre, max_requests, 1, 1, 1
             self.centre = first.repeat(each)
             own = self._calibrated.balance
@@ -329,8 +330,9 @@ class TieredCache(RequestOperations):
                 to 256. K of the requests is divided by it, and queries are multiplied by it.
             requests: any below ``max_requests``, in use or not; None is all in use. A request keeps its balance until
                 it is freed or cropped to length 0.
-            query: mean query of each KV head, float32 of the same shape as ``balance`` and not multiplied by it. K is
-                rounded so that its error has no component along it. None rounds each value to the nearest code.
+            query: mean query of each KV head, float32 of the same shape as ``balance`` and not multiplied by it. K of
+                less than 8 bits is rounded so that its error has hardly a component along it. None, zeros, and numbers
+                that are not finite round each value to the nearest code.
 
         Raises ValueError or TypeError, naming the argument. Not safe under CUDA-graph capture.
         """

@@ -139,7 +139,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def _calibration_of(self, number: int, module: torch.nn.Module) -> LayerCalibration:
         """Calibration of a layer: from the file, or from the model's weights if that leaves the layer out."""
         own = LayerCalibration() if self.calibration is None else self.calibration[number]
-        if own.shape is not None:
+        if own.packs:
             return own
         rope = frequencies(self.config, self.head_dim, self.layer_type)
         return calibration_of(module, self.num_key_value_heads, self.head_dim, rope or ())

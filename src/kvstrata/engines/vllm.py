@@ -314,7 +314,7 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             if number >= len(own):
                 raise ValueError(f"calibration: expected a file with layer {number}, got {len(own)} layers")
             whole = own[number]
-            if whole.shape is None:  # such as a short sliding window
+            if whole.shape is None or not whole.packs:  # such as a short sliding window
                 self._calibrate_by_weights()
             else:
                 if whole.shape[1] != self.head_size:

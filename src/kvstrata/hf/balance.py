@@ -8,8 +8,8 @@ assuming inputs of unit variance, and so does a prompt that repeats one token: i
 The estimate counts all tokens alike, while errors matter where queries attend. With tiers the two agree: tokens that
 receive attention are wide. With one format for all, some heads get worse, so only those with much to gain are balanced.
 
-Tiers round K so that its error has no component along the mean query (`quant.reference.aim`). What queries have in
-common then causes no noise, and the balance counts only the rest of them.
+Tiers round K so that its error has hardly a component along the mean query (`quant.reference.aim`). What queries have
+in common then causes no noise, and the balance counts only the rest of them.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def squares(
     layers: where the plain mean is longer than c, it is the centre, as in `policy.centre`.
 
     The mean of Q is that of the queries to come: over the next `NEXT` positions if they follow the prompt, else over
-    the first `AHEAD`.
+    the same positions as the energies.
     """
     tokens, real = real.sum(1), real[:, : key.shape[2]]
     number = real.cumsum(1) - 1

@@ -70,9 +70,9 @@ class StrataCache(Columns):
             prompts, and grows when a row becomes longer.
         importance_queries: maximum number of prompt queries sampled per head for importance: the newest 64, and evenly
             spaced ones of those before, others in each query head of a KV head.
-        calibration: balance and centres of the model's K, or the file that `kvstrata calibrate` wrote; with
-            sensitivities, they also distribute the budget's bytes over layers. None estimates balance and centres from
-            each row's prompt; without a calibration, ``balance=False`` uses no balance.
+        calibration: balance, centres and mean queries of the model, or the file that `kvstrata calibrate` wrote; with
+            sensitivities, they also distribute the budget's bytes over layers. None, and a calibration with
+            sensitivities alone, leave the estimates to each row's prompt; ``balance=False`` then uses no balance.
         capture: run decode steps, one new token in every row, as CUDA graphs; None does so on a GPU. `decoding` says
             how they run and, if they are eager, why.
         compile: compile the forward with inductor before it is captured.

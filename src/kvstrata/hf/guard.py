@@ -100,7 +100,7 @@ class Sample:
         value: torch.Tensor,
         logits: Logits,
     ) -> Sample:
-        """Sample of a layer of a TieredCache, with its balance and centre."""
+        """Sample of a layer of a TieredCache, with its balance, centre and direction."""
         balance, tokens = factors_of(cache, layer, [request]), min(query.shape[1], MOST)
         return cls(
             query, key, value, logits, balance=None if balance is None else balance[0],

@@ -22,6 +22,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.inspect import gather
 from kvstrata.cache.policy.balance import put_balance
 from kvstrata.quant.calibration import Calibration
+from kvstrata.quant.reference import aims
 
 from . import attention, balance, prefill, support, turns
 from . import mask as masks
@@ -230,7 +231,7 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         return out
 
     def _balance(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: torch.nn.Module) -> None:
-        """Fix the balance of rows without tokens: at first of all, later of those with tokens among the new columns."""
+        """Fix balance and direction of rows without tokens: at first of all, later of those with new tokens."""
         if not self.owner.balances:
             return
         new = self._new_columns(query.shape[2])
@@ -240,7 +241,8 @@ class StrataLayer(Owned[Owner], CacheLayerMixin):
         cache, useful = self.owner.tiered, self.owner._useful_tokens(value, new)
         if len(empty) < len(query):
             query, key, new, useful = query[empty], key[empty], new[empty], useful[empty]
-        own = balance.of_first_prompt(query, key, new, useful, module, cache.rope, self.owner.uses_mass, aims=True)
+        prompt = query, key, new, useful, module, cache.rope
+        own = balance.of_first_prompt(*prompt, has_tiers=self.owner.uses_mass, aims=aims(cache.formats))
         put_balance(cache, self.index, own.balance, empty.tolist(), own.query)
 
     def _estimate(self, call: attention.AttentionCall, real: torch.Tensor | None) -> None:

@@ -22,7 +22,7 @@ from kvstrata.cache import TieredCache
 from kvstrata.cache.ops.append_layers import LayersAppend, supports
 from kvstrata.cache.policy import settle_cuda
 from kvstrata.quant.calibration import exponents, factors
-from kvstrata.quant.reference import direction_of
+from kvstrata.quant.reference import aims, direction_of
 
 from . import balance
 from .guard import Guard
@@ -237,7 +237,7 @@ class Prompts:
         settings: PromptSettings,
         layers: list[int],
     ) -> None:
-        """Fix the balance of all rows in these layers; ``first [layers, rows, heads, n, D]``."""
+        """Fix balance and direction of all rows in these layers; ``first [layers, rows, heads, n, D]``."""
         rows, count = first.shape[1], columns.balance_columns
         real = torch.ones(1, columns.real.shape[1], dtype=torch.bool, device=first.device).expand(rows, -1)
         if columns.positions is not None:
@@ -251,9 +251,10 @@ class Prompts:
             many = len(query) // rows
             present, has_tiers = real.repeat(many, 1), settings.limit is not None
             rope = cache.rope if settings.has_rope else ()
-            own, _ = balance.from_prompt(query, key, present, rope, settings.is_interleaved, has_tiers, aims=True)
+            along = aims(cache.formats)
+            own, _ = balance.from_prompt(query, key, present, rope, settings.is_interleaved, has_tiers, along)
             of_layers = slice(layers[begin], layers[begin] + many)
-            direction = direction_of(own.query * own.balance, cache.formats[-1].rotate)
+            direction = direction_of(own.query * own.balance * along, cache.formats[-1].rotate)
             for table, values in ((cache.balance, exponents(own.balance)), (cache.direction, direction)):
                 table[:rows, of_layers] = values.unflatten(0, (many, rows)).transpose(0, 1)
 

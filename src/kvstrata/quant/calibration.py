@@ -1,6 +1,6 @@
 """Calibration of a model's K: balance and centre of every layer, and the layer's sensitivity to rounding.
 
-    K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes, aimed at the mean query
+    K of the model ──/ balance──▶ balanced K ──- centre──▶ ──rotate──▶ codes
     Q of the model ──* balance──▶ ──rotate──▶ scores with codes; + balanced Q · centre, the same for all tokens
 
 A score is a sum of products over channels, so a channel of K may be divided by a number if that of Q is multiplied by
@@ -8,7 +8,8 @@ it (`pair_balance`; docs/formats.md has the mathematics). The numbers are powers
 exact within the range of a floating-point dtype, and rows that are never quantised give bit-identical scores.
 
 A `Calibration` covers all layers and has its own file format; `LayerCalibration` is what the kernels of one layer take.
-With a calibration, codes depend only on the rows and their format.
+With a calibration, codes depend only on the rows and their format. Tiers also use the mean query, along which the error
+of K has hardly a component (`quant.reference.aim`), and the balance that suits rows that are rounded so.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class LayerCalibration:
         centre: float32 ``[kv_heads, head_dim]``, subtracted from balanced K before the rotation. Scores of codes lack
             the product of balanced Q and centre, which is the same for every token.
         query: float32 ``[kv_heads, head_dim]``, mean of the model's Q over tokens, positions ahead and the query heads
-            of a KV head. Tiers round K so that the error has no component along it.
-        aimed: balance for tiers that do so, if it is another one; like ``balance``.
+            of a KV head. Tiers round K of less than 8 bits so that its error has hardly a component along it.
+        aimed: balance that tiers use instead of ``balance``, float32 ``[kv_heads, head_dim]``. The centre is in the
+            space of ``balance`` all the same.
 
     Raises TypeError or ValueError, naming the argument.
 
@@ -130,6 +132,11 @@ class LayerCalibration:
         """``(kv_heads, head_dim)``, or None if it has no tensors."""
         x = next((x for x in self.tensors.values() if x is not None), None)
         return None if x is None else (x.shape[0], x.shape[1])
+
+    @property
+    def packs(self) -> bool:
+        """True if it has what packed pages of one format use: a balance or a centre."""
+        return self.balance is not None or self.centre is not None
 
     def to(self, device: torch.device | str) -> LayerCalibration:
         """Return a copy on a device."""
@@ -215,12 +222,17 @@ class Calibration:
         return any(layer.shape is not None for layer in (*self.layers, *self.windows))
 
     def check_rows(self) -> None:
-        """Raise ValueError if it has only sensitivities."""
-        if not self.has_rows:
-            raise ValueError("calibration: expected balance and centres, got a file with sensitivities alone")
+        """Raise ValueError unless some layer has a balance or a centre, which packed pages need."""
+        if not any(layer.packs for layer in (*self.layers, *self.windows)):
+            raise ValueError("calibration: expected balance or centre of K in some layer, got none")
 
     def only_sensitivity(self) -> Calibration:
-        """Return a copy without tensors; caches that take it estimate balance and centres from each prompt."""
+        """Return a copy without tensors; a cache that takes it estimates them from each prompt.
+
+        Raises ValueError without sensitivities.
+        """
+        if self.sensitivity is None or not self.layers:
+            raise ValueError("calibration: expected one with sensitivities of layers, got one without")
         kinds = [kind if kind == "layer" else "none" for kind in self.kinds]
         return replace(self, layers=[LayerCalibration()] * len(self.layers), windows=(), kinds=kinds)
 

@@ -10,7 +10,7 @@ even:
                at least 2^-24 sqrt(block)
     encode     z = floor(y * inv * 256), inv = 1 / step, the product not rounded;
                code = clamp(z >> 8, -2^(b-1), 2^(b-1) - 1) + 2^(b-1)
-    aim        K of 2, 3, 4 bit with a direction: other codes for values near a threshold, all in integers
+    aim        K of 2, 3, 4 bit with a direction: other codes for some values near a threshold, all in integers
     refit      scale = sum(z * c) / sum(c * c) * (step / 256 * block^-0.5 * gain), c = code - (2^b - 1) / 2; in pages
                gain is K_GAIN[bits] or V_GAIN[bits]; clamped to 0 .. 65504, rounded to fp16
     decode     c * scale, which float32 holds exactly
@@ -25,6 +25,7 @@ exactly, so tensor cores may take them; z and c are integers; the sums that roun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,17 +128,23 @@ def encode(x: torch.Tensor, step: torch.Tensor, bits: int) -> tuple[torch.Tensor
     return ((z / 256).floor().clamp(-middle, middle - 1) + middle).to(torch.uint8), z
 
 
+def aims(formats: Sequence[Format]) -> bool:
+    """True if K in one of the formats is rounded along a direction, when there is one: if it has less than 8 bits."""
+    return any(f.k_bits < 8 for f in formats)
+
+
 def direction_of(query: torch.Tensor, rotate: bool) -> torch.Tensor:
     """Direction of mean queries ``[..., D]``, in the space of transformed rows: int8 ``[..., D]``, at most 31.
 
     Zero where the query is zero or not finite.
     """
-    dim = query.shape[-1]
-    turned = rotation.butterflies(query.detach().float(), 1, rotation.block_of(dim) if rotate else 1)
-    longest = turned.abs().amax(-1, keepdim=True)
-    weights = (turned * (DIRECTION_MOST / longest.clamp(min=torch.finfo(torch.float32).tiny))).round()
-    is_number = turned.isfinite().all(-1, keepdim=True) & (longest > 0)
-    return torch.where(is_number, weights, 0.0).clamp(-DIRECTION_MOST, DIRECTION_MOST).to(torch.int8)
+    x = query.detach().float()
+    largest = x.abs().amax(-1, keepdim=True)
+    known = (largest > 0) & largest.isfinite()
+    unit = torch.where(known, x, 1.0) / torch.where(known, largest, 1.0)  # no sum overflows, none is subnormal
+    turned = rotation.butterflies(unit, 1, rotation.block_of(x.shape[-1]) if rotate else 1)
+    weights = (turned / turned.abs().amax(-1, keepdim=True) * DIRECTION_MOST).round()
+    return torch.where(known, weights, 0.0).to(torch.int8)
 
 
 def aim(z: torch.Tensor, direction: torch.Tensor, bits: int, gain: float) -> torch.Tensor:

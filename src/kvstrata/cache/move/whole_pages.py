@@ -42,10 +42,9 @@ def launch(
 ) -> jit.Launch:
     """Quantise into ``n`` whole pages of a tier, from index ``first`` on; all slots are written.
 
-    ``direction``: int8 rows of head caches, as those of ``centre`` and aligned like them; see `quant.reference.aim`.
-
     ``lists.k_at`` has addresses of rows, codes of another tier as moves.cu encodes them, or -1 for an empty slot.
-    Without ``lists.v_at`` all rows are in plain pages, where V is at a constant offset from K.
+    Without ``lists.v_at`` all rows are in plain pages, where V is at a constant offset from K. ``direction``: int8 rows
+    of head caches, as those of ``centre`` and aligned like them; see `quant.reference.aim`.
     """
     device, format, dtype = centre.get_device(), page_formats[tier].format, page_formats[0].dtype
     slots = 8 * first * format.page_tokens

@@ -3,7 +3,7 @@
 All rows of a cache are divided, including plain ones. Division is exact, so plain rows give the same scores as without
 a balance, a token that is quantised later needs only its stored row, and decode multiplies one query for all tiers. The
 balance of a request in a layer is fixed by its first token there, and with it the direction along which the error of
-quantised K has no component: that of the mean query, which would otherwise meet the same error in every score.
+quantised K has hardly a component: that of the mean query, which would otherwise meet the same error in every score.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvstrata.quant.calibration import check_balance, exponents, factors
-from kvstrata.quant.reference import direction_of
+from kvstrata.quant.reference import aims, direction_of
 
 if TYPE_CHECKING:
     from kvstrata.cache.state import CacheState
@@ -30,8 +30,8 @@ def factors_of(cache: CacheState, layer: int, requests: Sequence[int] | np.ndarr
 
 
 def directions_of(cache: CacheState, layers: Sequence[int], requests: Sequence[int]) -> torch.Tensor | None:
-    """Directions of requests, each in its layer, int8 ``[pairs * kv_heads, D]``; None if the cache has none."""
-    if cache.direction is None:
+    """Directions of requests, each in its layer, int8 ``[pairs * kv_heads, D]``; None if K is not rounded along one."""
+    if cache.direction is None or not aims(cache.formats):
         return None
     places = np.array(requests, np.int64) * cache.layers + np.array(layers, np.int64)
     return cache.direction.flatten(0, 1)[cache.pool.to_device(places)].flatten(0, 1)
@@ -88,7 +88,7 @@ def put_balance(
     assert cache.direction is not None
     index = cache.pool.to_device(np.asarray(requests, np.int64))
     cache.balance[index, layer] = exponents(balance).to(cache.device)
-    if query is None:
+    if query is None or not aims(cache.formats):
         cache.direction[index, layer] = 0
     else:
         own = direction_of(query.to(cache.device) * balance.to(cache.device), cache.formats[-1].rotate)

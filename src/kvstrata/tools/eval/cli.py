@@ -328,8 +328,8 @@ def calibrate(
         bool,
         typer.Option(
             "--only-sensitivity",
-            help="Like --sensitivity, and leave out balance and centres: a cache with the file estimates them from each"
-            " prompt, which is more precise than another text.",
+            help="Like --sensitivity, and leave out balance, centres and mean queries: a StrataCache with a budget"
+            " estimates them from each prompt, which is more precise than another text.",
         ),
     ] = False,
     device: ui.DeviceOption = ui.Device.auto,
@@ -342,7 +342,8 @@ def calibrate(
     Runs one forward over some text. The file is the argument calibration= of StrataCache (with a budget or format=) and
     packed_batching, and the option calibration of the vLLM plug-in. A cache with it does not estimate balance and
     centres from each prompt or the weights: a token's codes then depend only on its own row and the tiers it has passed
-    through, not on the rest of the request or batch.
+    through, not on the rest of the request or batch. With --only-sensitivity it does, and the file is only for a
+    StrataCache with a budget.
 
     Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
 

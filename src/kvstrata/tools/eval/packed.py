@@ -156,10 +156,11 @@ def at_bytes(
             raise ValueError(
                 f"--packed: expected layers of one shape with --calibration, got {shapes[0][:2]} and {shapes[1][:2]}"
             )
+        if not calibration.has_rows:
+            raise ValueError("--calibration: expected balance and centres with --packed, got sensitivities alone")
         of_model = calibration.of_model(sizes.count, shapes[0][:2])
         own = [
-            other if of_model[place].shape is None else of_model[place]
-            for place, other in zip(sizes.places, own, strict=True)
+            of_model[place] if of_model[place].packs else other for place, other in zip(sizes.places, own, strict=True)
         ]
     ours = packed(name, own, calibrated=calibration is not None)
     full = 2 * sum(layer.values for layer in sizes.layers)  # bytes of a token at 16 bit
