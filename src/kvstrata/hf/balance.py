@@ -266,10 +266,12 @@ def _next_rotation(angle: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
 
 
 def _of_heads(query: torch.Tensor, kv_heads: int, weight: torch.Tensor) -> torch.Tensor:
-    """Mean of the queries of each KV head's group, float32 ``[rows, kv_heads, n, D]``; 0 for unused columns."""
-    used = (weight > 0)[:, None, :, None]
-    rows = torch.where(used, query, 0).nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
-    return rows.unflatten(1, (kv_heads, -1)).mean(2, dtype=torch.float32)
+    """Mean of the queries of each KV head's group, float32 ``[rows, kv_heads, n, D]``; 0 for unused columns.
+
+    Values that are not finite make that of their group 0: they are left out after the mean, which is smaller.
+    """
+    rows = query.unflatten(1, (kv_heads, -1)).mean(2, dtype=torch.float32)
+    return torch.where((weight > 0)[:, None, :, None], rows, 0).nan_to_num(0.0, 0.0, 0.0).clamp(-LARGEST, LARGEST)
 
 
 def _weighted(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
