@@ -348,7 +348,6 @@ def packed_batching(model: PreTrainedModel, format: str = "K8V8", calibration: s
     if calibration is not None:
         shape = support.sizes(text)[1] or 0, cb_cache.find_head_dim(text)
         file = Calibration.load(calibration)
-        file.check_rows()
         given = file.of_model(text.num_hidden_layers, shape)
         groups = cb_cache.group_layers_by_attn_type(text)
         file.check_kinds(["window" if i in groups.get(SLIDING, ()) else "layer" for i in range(text.num_hidden_layers)])

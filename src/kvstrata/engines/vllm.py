@@ -302,7 +302,6 @@ class KvstrataImpl(AttentionImpl[KvstrataMetadata]):
             return
         with refused():
             calibration = Calibration.load(self.options.calibration or "")
-            calibration.check_rows()
             number = layer_index(layer.layer_name)
             text = None if self.config is None else self.config.model_config.hf_text_config
             most = getattr(text, "num_hidden_layers", None)

@@ -342,8 +342,8 @@ def calibrate(
     Runs one forward over some text. The file is the argument calibration= of StrataCache (with a budget or format=) and
     packed_batching, and the option calibration of the vLLM plug-in. A cache with it does not estimate balance and
     centres from each prompt or the weights: a token's codes then depend only on its own row and the tiers it has passed
-    through, not on the rest of the request or batch. With --only-sensitivity it does, and the file is only for a
-    StrataCache with a budget.
+    through, not on the rest of the request or batch. With --only-sensitivity it does, and the file has no
+    effect elsewhere than on a StrataCache with a budget.
 
     Example: kvstrata calibrate --text notes.txt --out calibration.safetensors
 
