@@ -143,7 +143,7 @@ def from_prompt(
         rope: radians per position of K's rotated channel pairs, empty for none.
         is_interleaved: how RoPE pairs channels, see `rope.interleaved`; None balances single channels.
         has_tiers: tokens that receive attention get wider formats. If not, heads that gain little are not balanced.
-        aims: K is rounded so that its error has no component along the mean query.
+        aims: K is rounded so that its error has hardly a component along the mean query.
     """
     own = squares(query, key, real, rope, is_interleaved)
     balance = from_squares(own.k, own.k_whole, own.q_rest if aims else own.q, rope, is_interleaved, has_tiers)
